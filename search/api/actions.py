@@ -89,7 +89,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
         file = f"{name.lower()}.py"
         raise SearchError(
             f"class {name} is defined in {module}, from which workers cannot import it; write it to a file (in a "
-            f"notebook with %%writefile {file}) and give {file!r}"
+            f"notebook with %%writefile {file}) and pass {file!r}"
         )
     reference = f"{module}:{name}"
     if "." in module:
@@ -131,7 +131,7 @@ def log_report(services: Services, study: StoredStudy, report: Path) -> None:
         close_study(study, summarise(study), tracking)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     except (MlflowException, RunDeletedError) as error:
-        raise SearchError(f"the report is written, but MLflow was not updated ({describe_error(error)})") from None
+        raise SearchError(f"the report was written, but MLflow was not updated ({describe_error(error)})") from None
 
 
 def choose_test_candidate(
@@ -191,7 +191,7 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
         if running := count_running(each):
             raise SearchError(
                 f"study {each.spec.name!r} has {pluralize(running, 'running trial')}; "
-                f"stop it first with {format_command('stop', each.spec.name)}"
+                f"stop the study first with {format_command('stop', each.spec.name)}"
             )
     return [*companions, study]
 

@@ -214,7 +214,7 @@ class Study:
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
             code = run_worker(self.name, options, stop)
-        reason = f"the worker gave up (exit code {code}); see its log, and `describe_trial` of the trials"
+        reason = f"the worker gave up (exit code {code}); see its log, and `describe_trial` of the failed trials"
         _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (reason,))
         return self.summary()
 
@@ -431,7 +431,7 @@ class Study:
 
         amounts = {setting: str(amount) for setting, amount in budgets.items() if amount is not None}
         if len(amounts) != 1:
-            raise SearchError("extend one budget at a time: --trials, --budget-epochs or --budget-seconds")
+            raise SearchError("extend exactly one budget: --trials, --budget-epochs or --budget-seconds")
         [(setting, amount)] = amounts.items()
         stored = self._stored
         rows = [] if enqueue is None else _rows(stored, enqueue)

@@ -130,4 +130,4 @@ def confirm(question: str) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)
-        raise SearchError("the confirmation prompt needs a terminal: give --yes") from None
+        raise SearchError("the confirmation prompt needs a terminal; add --yes to skip it") from None

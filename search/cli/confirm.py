@@ -17,20 +17,20 @@ def finalists(
     *,
     top: Annotated[
         int | None,
-        typer.Option("--top", min=1, help="Number of finalists  [default: 5; with several metrics the Pareto front]"),
+        typer.Option("--top", min=1, help="Number of trials to retrain  [default: 5; multi-objective: Pareto front]"),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="Number of new seeds, common to all finalists  [default: 2]")
+        int | None, typer.Option("--seeds", min=1, help="Number of new seeds, the same for all finalists  [default: 2]")
     ] = None,
     workers: Annotated[int, o.workers_option("; 0 only chooses and shows the finalists")] = 2,
     new_set: Annotated[
-        bool, typer.Option("--new-set", help="Choose a new set on other seeds; its winner replaces an earlier one")
+        bool, typer.Option("--new-set", help="Choose new finalists and seeds; their winner replaces the earlier one")
     ] = False,
     infeasible: o.Infeasible = False,
     how: o.FleetWorkerOptions,
     where: o.Addresses,
 ) -> int:
-    """Retrain the best trials on common new seeds and splits.
+    """Retrain the best trials on new seeds and splits.
 
     The best score of many trials has a selection bias. Therefore, only the new runs select the winner and estimate its
     score on new data. The test split is not used. Run the command again to resume the training or to show the table.
@@ -62,13 +62,13 @@ def evaluate_test(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None, o.trial_option("the trial, for --unconfirmed or several metrics  [default: the winner]")
+        int | None, o.trial_option("the trial, with --unconfirmed or several metrics  [default: the winner]")
     ] = None,
     prefer: o.Prefer = None,
     unconfirmed: Annotated[
-        bool, typer.Option("--unconfirmed", help="Use a trial that did not win among finalists; the result is marked")
+        bool, typer.Option("--unconfirmed", help="Accept a trial that did not win; the result is marked unconfirmed")
     ] = False,
-    refit: Annotated[bool, typer.Option("--refit", help="Use the winner's refit from 'promote --refit'")] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="Evaluate the model that 'promote --refit' trained")] = False,
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
@@ -81,8 +81,8 @@ def evaluate_test(
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
-    number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-    if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? It works only once."):
+    number, mark = candidate.trial.number, "" if candidate.finalists else " (not confirmed by finalists)"
+    if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? Possible only once."):
         typer.echo("not confirmed: the test set was not evaluated")
         raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
@@ -99,15 +99,15 @@ def promote(
     prefer: o.Prefer = None,
     infeasible: o.Infeasible = False,
     alias: Annotated[
-        str, typer.Option("--alias", help="Alias of the version; the former one gets 'previous' (previous-ALIAS)")
+        str, typer.Option("--alias", help="Alias to set; the old version gets 'previous-ALIAS' (champion: 'previous')")
     ] = "champion",
     model: Annotated[str | None, typer.Option("--model", help="Registered model  [default: the study's name]")] = None,
     refit: Annotated[
         bool,
         typer.Option(
             "--refit",
-            help="Retrain the finalists' winner on train and validation, for the epochs that its finalist runs chose, "
-            "and promote the result",
+            help="Retrain the finalists' winner on training and validation data, for the median of the best epochs of "
+            "its finalist runs, and promote the result",
         ),
     ] = False,
     refit_seeds: Annotated[
@@ -134,7 +134,7 @@ def promote(
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
         if value is not None and not refit:
-            raise SearchError(f"{flag} {value} is only for --refit: add --refit, or omit {flag}")
+            raise SearchError(f"{flag} {value} needs --refit; add --refit, or remove {flag}")
     check_alias(alias)  # before the training
     check_model_name(model or name)
     study = Study.open(name, **where)
@@ -146,16 +146,16 @@ def promote(
         if ran.result.pending:
             return 0 if workers == 0 else 1
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
-    source = f"the refit, trial {done.trial} of {ran.result.study}," if refit else f"trial {done.trial} of {name}"
-    typer.echo(f"{source} is models:/{done.model}@{done.alias} (version {done.version})")
+    source = f"the refit (trial {done.trial} of {ran.result.study})" if refit else f"trial {done.trial} of {name}"
+    typer.echo(f"{source} is now models:/{done.model}@{done.alias} (version {done.version})")
     if done.is_new_model:
-        typer.echo("the run had no model: it was created now from the best checkpoint")
+        typer.echo("the MLflow run had no model; the model was created from the best checkpoint")
     if done.old_version is not None:
-        typer.echo(f"version {done.old_version}, which had the alias before, is models:/{done.model}@{done.old_alias}")
+        typer.echo(f"version {done.old_version} had this alias before and is now models:/{done.model}@{done.old_alias}")
     if done.unconfirmed_reason:
         typer.echo(f"unconfirmed: {done.unconfirmed_reason}")
     if done.can_serve_check:
-        typer.echo(f"check it with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
+        typer.echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
 
@@ -163,7 +163,7 @@ def promote(
 def serve_check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION")],
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="Largest accepted difference from the recorded score")
+        float, typer.Option("--tolerance", min=0.0, help="Largest accepted absolute difference from the recorded score")
     ] = 1e-6,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -183,7 +183,7 @@ def serve_check(
 
     services = find_services({"storage_url": storage_url, "tracking_uri": tracking_uri, "home": home})
     if services.tracking_uri is None:
-        raise SearchError("--tracking-uri is missing: give the MLflow server that has the model")
+        raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance)
     typer.echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
@@ -194,7 +194,7 @@ def serve_check(
         typer.echo(f"not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
-        typer.echo(f"reproduced by the objective's code: the model cannot be exported ({done.weights_only})")
+        typer.echo(f"reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
     else:
         typer.echo("reproduced, in a process without this project's code")
     return 0

@@ -51,7 +51,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
     name = row.name + kind + (" (stopped)" if row.is_stopped else "")
     name += " (stopped early)" if row.is_stopped_early else ""
     best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
-    best += f", {row.front} on the front" if row.front else ""
+    best += f", {row.front} on the Pareto front" if row.front else ""
     path, colon, cls = row.objective.rpartition(":")
     return {
         "study": name,
@@ -68,7 +68,7 @@ def show(
     name: o.StudyName,
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
-    trial: Annotated[int | None, o.trial_option("a trial: its parameters, attempts, values, reason of its end")] = None,
+    trial: Annotated[int | None, o.trial_option("a trial, to show its parameters, attempts, values and end")] = None,
     where: o.Addresses,
 ) -> None:
     """Show a study: spec, counts and trials. With --trial, show one trial."""
@@ -91,7 +91,7 @@ def top(
     name: o.StudyName,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print once as JSON, for scripts")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit; default without a terminal")] = False,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:

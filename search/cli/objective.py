@@ -39,7 +39,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Training setting, such as lr=1e-3 or model.width=64; repeatable; 'objective show' lists all",
+        help="Training setting, such as lr=1e-3 or model.width=64; repeatable; 'objective show' lists all settings",
     ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda if available]")]
@@ -118,7 +118,7 @@ def train(
     snapshot_every: Annotated[
         int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that are never removed")
     ] = None,
-    profile: Annotated[int, typer.Option("--profile", min=0, help="Steps of the first epoch to profile")] = 0,
+    profile: Annotated[int, typer.Option("--profile", min=0, help="Number of steps to profile in the first epoch")] = 0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard")] = False,
 ) -> int:
     """Train one configuration without a study and write a report.
@@ -205,8 +205,8 @@ def smoke(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples in the batch")] = 32,
-    steps: Annotated[int, typer.Option("--steps", min=25, help="Largest number of steps per learning rate")] = 1000,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples in the batch")] = 32,
+    steps: Annotated[int, typer.Option("--steps", min=25, help="Maximum number of steps per learning rate")] = 1000,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png")] = None,
@@ -233,7 +233,7 @@ def smoke(
         result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        typer.echo("passed: {samples} samples fitted to below {target:.4g} at learning rate {lr:g}".format(**details))
+        typer.echo("passed: loss of {samples} samples below {target:.4g} at learning rate {lr:g}".format(**details))
         return 0
     typer.echo(f"hpsearch: failed: {result.reason}", err=True)
     return 1
@@ -271,7 +271,7 @@ def lr_range(
         device=resolve_device(device),
     )
     result.write(run_dir)
-    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest descent); the loss is lowest at {result.highest:.2g}")
+    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest descent); lowest loss at lr {result.highest:.2g}")
     typer.echo(f"wrote {run_dir / 'lr-range.png'}")
 
 

@@ -76,7 +76,7 @@ Prefer = Annotated[
     str | None,
     typer.Option(
         "--prefer",
-        help="Preference that selects the trial, for several metrics: conditions, then the metric to optimize, such "
+        help="Selection of a trial on the Pareto front: conditions, then the metric to optimize, such "
         "as 'accuracy >= 0.98 then latency_ms'",
     ),
 ]
@@ -194,11 +194,11 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
             continue
         kept = settings.get(key, {})
         if not isinstance(kept, dict):
-            raise SearchError(f"{key} is {kept!r}: give its name, or a table with its name and options")
+            raise SearchError(f"{key} is {kept!r}; give a name, or a table with name and options")
         if name is not None and name != kept.get("name"):
             kept = {"name": name}
         settings[key] = {**kept, **options}
     settings |= flags
     if "objective" not in settings:
-        raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")
+        raise SearchError("OBJECTIVE is missing; give one, such as digits, or --spec FILE with the setting 'objective'")
     return Settings(settings, in_file)

@@ -69,7 +69,7 @@ def worker(
             "--final-exit-code",
             min=0,
             max=125,
-            help="Exit code instead of 2 (invalid setting) and 3 (every trial fails), for engines that retry these",
+            help="Exit code instead of 2 (invalid setting) and 3 (every trial fails), to prevent restarts by an engine",
         ),
     ] = None,
     options: o.WorkerOptions,
@@ -104,9 +104,9 @@ def print_job_file(
     study: o.StudyName,
     *,
     workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
-    gpus: Annotated[float, typer.Option("--gpus-per-worker", help="GPUs per worker; a fraction shares a GPU")] = 0.0,
+    gpus: Annotated[float, typer.Option("--gpus-per-worker", help="GPUs per worker; at 0.5, two share a GPU")] = 0.0,
     cpus: Annotated[int, typer.Option("--cpus-per-worker", help="Cores and threads of each worker")] = 2,
-    memory: Annotated[str, typer.Option("--memory", help="Memory of each worker, with M, G or T")] = "8G",
+    memory: Annotated[str, typer.Option("--memory", help="Memory of each worker, in M, G or T")] = "8G",
     time: Annotated[
         str | None, typer.Option("--time", help="Slurm time limit, [DAYS-]HH:MM:SS  [default: the partition's]")
     ] = None,
@@ -131,7 +131,7 @@ def print_job_file(
     try:
         words = tuple(shlex.split(command or ""))
     except ValueError as error:
-        raise SearchError(f"--command {command!r} cannot be parsed ({error}): quote it as for a shell") from None
+        raise SearchError(f"--command {command!r} cannot be parsed ({error}); quote it as for a shell") from None
     if home is None and storage_url is None and engine != "kubernetes":
         home = str(prepare_home())  # the job must use the same embedded stack
     launch = LaunchConfig(
@@ -143,5 +143,5 @@ def print_job_file(
     if why := check_study_exists(launch):
         typer.echo(f"hpsearch: could not check that study {study!r} exists: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        typer.echo("hpsearch: the embedded services are local: give --storage-url for workers elsewhere", err=True)
+        typer.echo("hpsearch: the embedded services are local; give --storage-url for other machines", err=True)
     typer.echo(render_manifest(launch), nl=False)

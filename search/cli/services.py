@@ -42,7 +42,7 @@ def down(home: o.Home = None) -> None:
     from hpsearch.storage.home import prepare_home
 
     stopped = stack.down(prepare_home(home))
-    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
+    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no service was running")
 
 
 @register(SERVICES_SECTION)
@@ -60,7 +60,7 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to join from this machine")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study that a worker will join")] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,
@@ -92,7 +92,7 @@ def _owner_url(help_suffix: str) -> Any:
     return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
-OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
+OwnerUrl = Annotated[str | None, _owner_url("; MLflow's: MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
 Artifacts = Annotated[str | None, typer.Option("--artifacts", help="MLflow's artifact folder, for external services")]
 
 
@@ -100,7 +100,7 @@ Artifacts = Annotated[str | None, typer.Option("--artifacts", help="MLflow's art
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as backup.tar")],
     artifacts: Artifacts = None,
-    no_artifacts: Annotated[bool, typer.Option("--no-artifacts", help="Exclude artifacts, not their index")] = False,
+    no_artifacts: Annotated[bool, typer.Option("--no-artifacts", help="Exclude MLflow's artifact files")] = False,
     studies_only: Annotated[bool, typer.Option("--studies-only", help="Exclude all data of MLflow")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file")] = False,
     storage_url: OwnerUrl = None,
@@ -167,11 +167,11 @@ def restore(
     at = ("--home", home) if home else ()
     typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
     for study, url in done.external_checkpoints:
-        typer.echo(f"the backup has no checkpoints of {study}; they are at {url}")
+        typer.echo(f"the backup has no checkpoints of study {study}; its checkpoint store is {url}")
     for study in done.unsent_studies:
-        typer.echo(f"{study}: some trials are not in MLflow; rebuild them with: {format_command('sync', study, *at)}")
+        typer.echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
     if done.missing_files:
-        typer.echo(f"the backup lacks {done.missing_files} artifact files, which MLflow needs in its artifact folder")
+        typer.echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
     typer.echo(f"list the studies with: {format_command('studies', *at)}")
 
 
@@ -216,7 +216,7 @@ def migrate(
         )
         url = databases.owner_url
     if url is None:
-        raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_OWNER_URL")
+        raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_OWNER_URL")
     migrate_tables(url)
     typer.echo(f"tables are up to date at {redact(url)}")
 
@@ -226,7 +226,7 @@ def _required(name: str) -> str:
 
     if value := os.environ.get(name):
         return value
-    raise SearchError(f"{name} is not set: --bootstrap needs it")
+    raise SearchError(f"{name} is not set; set this variable for --bootstrap")
 
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
@@ -249,7 +249,7 @@ def mlflow(
         ),
     ] = "artifacts",
     allowed_hosts: Annotated[
-        str | None, typer.Option("--allowed-hosts", help="Accepted Host headers with ports, separated by commas")
+        str | None, typer.Option("--allowed-hosts", help="Accepted Host headers as HOST:PORT, separated by commas")
     ] = None,
 ) -> None:
     """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
@@ -261,7 +261,7 @@ def mlflow(
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(f"{variable} is not set: set it to the URL of MLflow's Postgres database")
+        raise SearchError(f"{variable} is not set; set it to the URL of MLflow's Postgres database")
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
@@ -277,7 +277,7 @@ def _check_free(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             return
     except OSError as error:
-        raise SearchError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another") from None
+        raise SearchError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another port") from None
 
 
 @_serve.command()
@@ -292,7 +292,7 @@ def dashboard(
             "--read-only",
             envvar="HPSEARCH_DASHBOARD_READ_ONLY",
             show_envvar=True,
-            help="Reject requests that delete, rename or annotate",
+            help="Reject requests that delete, rename or annotate studies",
         ),
     ] = False,
 ) -> None:
@@ -306,7 +306,7 @@ def dashboard(
 
     require_server_packages()
     if storage_url is None:
-        raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")
+        raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
     serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
 
 

@@ -48,9 +48,9 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
 
     study = Study.open(name, **where)
     why = study.start()
-    typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"run it with: {study._stored.resume_command}")
-    typer.echo(f"or join it:  {format_command('worker', '--study', name)}")
+    typer.echo(f"started {name} again; it was stopped {why}" if why else f"{name} was not stopped")
+    typer.echo(f"start workers with: {study._stored.resume_command}")
+    typer.echo(f"or one worker with: {format_command('worker', '--study', name)}")
 
 
 def _budget_option(flag: str, unit: str) -> Any:
@@ -76,15 +76,15 @@ def extend(
     budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
     done = study._extend(budgets, enqueue)
     if enqueue is not None:
-        typer.echo(f"{name}: {done.enqueued_trials} of the configurations of {enqueue} enqueued")
+        typer.echo(f"{name}: enqueued {pluralize(done.enqueued_trials, 'new configuration')} of {enqueue}")
     if early_stop is not None:
-        typer.echo(f"{name} resumes; it had stopped early: {early_stop.reason}. More trials may stop it again")
+        typer.echo(f"{name} continues; it had stopped early ({early_stop.reason}) and may stop early again")
     started = f"{pluralize(done.started_trials, 'trial')} started so far"
     if done.old_budget == done.new_budget:
         typer.echo(f"{name} already has a budget of {done.new_budget:.12g} {done.unit}, {started}")
         return
     typer.echo(f"{name}: {done.old_budget:.12g} -> {done.new_budget:.12g} {done.unit}, {started}")
-    typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
+    typer.echo(f"running workers use the new budget; to start workers: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
@@ -92,7 +92,7 @@ def retry(
     name: o.StudyName,
     trial: Annotated[list[int], o.trial_option("the trial; repeatable")],
     *,
-    from_start: Annotated[bool, typer.Option("--from-start", help="Restart at epoch 1, not at the checkpoint")] = False,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Restart from scratch at epoch 1")] = False,
     where: o.Addresses,
 ) -> None:
     """Run failed or infeasible trials again.
@@ -108,27 +108,27 @@ def retry(
         if epoch == -1:
             begin = "from its checkpoint within the first epoch"
         typer.echo(f"trial {number} will run again {begin}")
-    typer.echo(f"running workers use it; if none runs: {study._stored.resume_command}")
+    typer.echo(f"running workers resume waiting trials; to start workers: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
 def sync(
     study: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with pending records]")
+        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with unsent records]")
     ] = None,
     *,
     where: o.Addresses,
 ) -> int:
-    """Send pending records and models of this machine to MLflow.
+    """Send unsent records and models of this machine to MLflow.
 
-    The other trackers receive their records too. If a machine is gone, 'sync STUDY' rebuilds the models of its trials
+    The other trackers receive their records too. If a machine is lost, 'sync STUDY' rebuilds the models of its trials
     from their checkpoints. A repeated call has no further effect.
     """
     from hpsearch.search.api.study import Study
 
     studies = Study._unsent(study, **where)
     if not studies:
-        typer.echo("nothing is pending on this machine")
+        typer.echo("this machine has no unsent records")
     synced = [each.sync() for each in studies]
     return 0 if all(each.is_complete for each in synced) else 1
 
@@ -182,7 +182,7 @@ def gc(
         console.print("nothing to remove")
     for problem in problems:
         typer.echo(f"hpsearch: skipped: {problem}", err=True)
-    if not found or not (yes or confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
+    if not found or not (yes or confirm(f"remove these files ({decimal(sum(g.size for g in found))})?")):
         return
     freed, failures = remove_garbage(found)
     for problem in failures:

@@ -75,7 +75,7 @@ class Checker:
             needs: names of earlier checks; if one of these failed or was skipped, this check is skipped.
         """
         cause = next((self._causes[need] for need in needs if need in self._causes), None)
-        found = self._try(look) if cause is None else Finding("skipped", f"needs {cause}")
+        found = self._try(look) if cause is None else Finding("skipped", f"the check {cause!r} failed")
         if found.status in {"failed", "skipped"}:
             self._causes[name] = cause or name
         return replace(found, check=name)
@@ -110,7 +110,7 @@ _NVIDIA_SMI_TIMEOUT_SECONDS = 20  # nvidia-smi can hang with its driver
 def check_cores() -> Finding:
     """Count the cores that this process may use."""
     allowed, installed = count_cores(), os.cpu_count() or 1
-    return Finding("ok", pluralize(allowed, "core") + (f" allowed of {installed}" if allowed < installed else ""))
+    return Finding("ok", pluralize(allowed, "core") + (f" of {installed} allowed" if allowed < installed else ""))
 
 
 def check_gpus() -> Finding:
@@ -137,7 +137,7 @@ def warn_undetected_gpus(names: list[str]) -> Finding:
     found = f"nvidia-smi detects {pluralize(len(names), 'GPU')} ({kinds}), torch {torch.__version__} detects none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset it to use the GPUs")
+        return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset this variable to use the GPUs")
     if torch.version.cuda is None:
         again = "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
         return Finding("warning", found, again)
@@ -183,7 +183,7 @@ def check_free_space(home: Path) -> Finding:
     for limit, status in limits:
         if free < limit:
             remedy = f"free space, such as with '{format_command('gc')}', or {_ELSEWHERE}"
-            return Finding(status, f"{text}, less than {decimal(limit)}", remedy)
+            return Finding(status, f"{text}, below the limit of {decimal(limit)}", remedy)
     return Finding("ok", text)
 
 
@@ -240,7 +240,7 @@ def check_tracking(uri: str) -> Finding:
     text = f"MLflow {there or 'of unknown version'} at {uri} answers in {took:.0f} ms"
     if there is None or there.split(".")[0] == here.split(".")[0]:
         return Finding("ok", text)
-    return Finding("warning", f"{text}; the client is MLflow {here}", "install the same major version on both sides")
+    return Finding("warning", f"{text}; the client is MLflow {here}", "install the same major version of MLflow")
 
 
 def check_artifacts(uri: str) -> Finding:
@@ -252,12 +252,12 @@ def check_artifacts(uri: str) -> Finding:
         raise
     except Exception as error:  # artifact stores have error classes of their own
         remedy = "read the server's log, and check that it may write to its --artifacts-destination"
-        return Finding("failed", f"not writable: {describe_error(error)}", remedy)
+        return Finding("failed", f"test file not written: {describe_error(error)}", remedy)
     try:
         remove_probe(tracking, place)
     except Exception as error:  # artifact stores have error classes of their own
-        return Finding("warning", f"writable, but not removable: {describe_error(error)}", f"remove {place} manually")
-    return Finding("ok", "written and removed")
+        return Finding("warning", f"test file not removed: {describe_error(error)}", f"remove {place} manually")
+    return Finding("ok", "a test file was written and removed")
 
 
 def _check_study(study: StoredStudy) -> Finding:
@@ -267,14 +267,14 @@ def _check_study(study: StoredStudy) -> Finding:
     if why := study.attrs.get(STOPPED):
         return Finding("warning", f"{text}; it was stopped {why}", f"run '{format_command('start', name)}' to continue")
     if study.is_timed_out:
-        return Finding("ok", f"{text}; its time is spent")
+        return Finding("ok", f"{text}; its timeout has expired")
     return Finding("ok", f"{text}; its budget is spent" if at.finished_fraction >= 1 else text)
 
 
 def _check_release(study: StoredStudy) -> Finding:
     check_release(study)
     made = study.attrs.get(VERSION)
-    return Finding("ok", f"created by hpsearch {made or 'of an early release'}, this is {version('hpsearch')}")
+    return Finding("ok", f"created by hpsearch {made or 'of an early release'}; installed: {version('hpsearch')}")
 
 
 def _check_objective(study: StoredStudy) -> Finding:

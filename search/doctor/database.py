@@ -45,7 +45,7 @@ def _check_connection(cursor: Any) -> Finding:
     info = cursor.connection.info
     where = f"Postgres {server.split()[0]} at {info.host or 'the local socket'}:{info.port}"
     if read_only:
-        return Finding("failed", f"{where} is a read-only replica", "give the primary's URL")
+        return Finding("failed", f"{where} is a read-only replica", "give the URL of the primary server")
     if schema is None:
         grant = f"GRANT USAGE ON SCHEMA public TO {user}"
         return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)
@@ -55,7 +55,7 @@ def _check_connection(cursor: Any) -> Finding:
         cursor.execute("SELECT 1")
         laps.append(time.perf_counter() - began)
     trip = 1000 * statistics.median(laps)
-    return Finding("ok", f"{where}, database {database}, user {user}: {trip:.1f} ms a round trip")
+    return Finding("ok", f"{where}, database {database}, user {user}: round trip {trip:.1f} ms")
 
 
 def _check_schema(cursor: Any) -> Finding:
@@ -93,13 +93,13 @@ def _check_clock(cursor: Any) -> Finding:
     there = float(cursor.fetchone()[0])
     ahead = (began + time.time()) / 2 - there  # assumes that the server read its clock in the middle of the round trip
     if abs(ahead) <= MAX_CLOCK_SKEW_SECONDS:
-        return Finding("ok", f"{abs(ahead):.2f} s from the database's clock")
+        return Finding("ok", f"{abs(ahead):.2f} s difference from the database's clock")
     which = "ahead of" if ahead > 0 else "behind"
     return Finding(
         "warning",
         f"this machine's clock is {abs(ahead):.1f} s {which} the database's; leases use the database's clock, so only "
         "times in logs are wrong",
-        "synchronize it with NTP",
+        "synchronize the clock with NTP",
     )
 
 
@@ -107,7 +107,7 @@ def _check_connections(cursor: Any) -> Finding:
     cursor.execute(_COUNT_CONNECTIONS)
     most, used = cursor.fetchone()
     left = max(0, most - used)
-    text = f"{left} of {most} left"
+    text = f"{left} of {most} connections free"
     if left >= CONNECTIONS_PER_WORKER:
         return Finding("ok", text)
     remedy = "raise max_connections, or put PgBouncer before the database"

@@ -159,7 +159,7 @@ def _describe_no_finalist(study: StoredStudy) -> str:
     if any(not is_feasible(trial) for trial in study.trials(TrialState.COMPLETE)):
         again = format_command("finalists", study.spec.name, "--infeasible")
         return f"no complete trial within its constraints; retrain infeasible trials with {again}"
-    return "no complete trial; extend it, or start a new one"
+    return "no complete trial; extend the study, or start a new one"
 
 
 def select_finalists(
@@ -218,8 +218,8 @@ def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | 
     differ = [f"{flag}: {before} -> {now}" for flag, before, now in pairs if now is not None and now != before]
     if differ:
         raise SearchError(
-            f"the finalists of {study.spec.name!r} were chosen with another setting ({'; '.join(differ)}); remove it "
-            "to continue them, or choose a new set on other seeds with --new-set"
+            f"the finalists of {study.spec.name!r} were chosen with other options ({'; '.join(differ)}); remove these "
+            "options to continue with these finalists, or choose new finalists with --new-set"
         )
 
 
@@ -234,6 +234,6 @@ def _check_search_ended(study: StoredStudy) -> None:
         raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; wait for their end with {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} has not ended, with {study.format_progress(finished)} done; let it end, or stop it with "
+            f"study {name!r} has not ended ({study.format_progress(finished)} done); wait for its end, or stop it with "
             f"{format_command('stop', name)}"
         )

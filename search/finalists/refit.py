@@ -85,7 +85,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
             return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
     of = made.finalists_of
     if seeds not in {None, len(of.seeds)}:
-        raise SearchError(f"--refit-seeds {seeds}: {made.spec.name!r} has {len(of.seeds)}; remove it to continue")
+        raise SearchError(f"--refit-seeds {seeds} differs from the refit's {len(of.seeds)}; remove this option")
     return made, False
 
 
@@ -188,7 +188,7 @@ def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     lines = []
     for number, (seed, loss, reason) in enumerate(zip(found.seeds, found.losses, found.missing_reasons, strict=True)):
         outcome = reason if loss is None else f"train loss {loss:.6g}"
-        mark = ", the median, selected" if number == found.selected_trial else ""
+        mark = ", selected as the median" if number == found.selected_trial else ""
         lines.append(f"trial {number} of {found.study}, seed {seed}: {outcome}{mark}")
     if not found.pending and found.selected_trial is None:
         lines.append(f"no run is complete; see the reasons with {format_command('show', made.spec.name)}")

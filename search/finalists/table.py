@@ -177,7 +177,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
     name, command = study.spec.name, format_command("finalists", study.spec.name)
     effective, newest = find_effective_set(study), find_newest_set(study)
     if effective is None or newest is None:
-        raise SearchError(f"study {name!r} has no finalists to confirm a winner; retrain some with {command}")
+        raise SearchError(f"study {name!r} has no finalists yet; retrain its best trials with {command}")
     chosen, found = effective
     if pending := tabulate_finalists(study, newest).pending:  # the newest set may replace an earlier winner
         where = f"the finalists of {name!r}, in {newest.spec.name},"
@@ -186,7 +186,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
         return chosen, trial
     if found.winner is None and found.front:
         front = ", ".join(map(str, found.front))
-        raise SearchError(f"no finalist of {name!r} dominates all others; choose from {front} with --trial or --prefer")
+        raise SearchError(f"no finalist of {name!r} dominates all others; give --trial ({front}) or --prefer")
     if found.winner is None:
         raise SearchError(f"the finalists of {name!r} have no winner; see the reasons with {command}")
     if trial not in {None, found.winner}:

@@ -22,7 +22,7 @@ def format_confirmation(study: StoredStudy) -> list[str]:
     effective, newest = read_finalists(study), find_newest_set(study)
     lines = [] if effective is None else format_finalists(study, effective)
     if effective is not None and newest is not None and newest.spec.name != effective.study:
-        lines.append(f"new set in {newest.spec.name}: {format_finalists(study, tabulate_finalists(study, newest))[0]}")
+        lines.append(f"new set, {newest.spec.name}: {format_finalists(study, tabulate_finalists(study, newest))[0]}")
     evaluation = read_test_evaluation(study.engine, study.study_id)
     return lines if evaluation is None else [*lines, format_test_result(study, evaluation, effective)]
 
@@ -107,7 +107,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         without = f", {failed} without a value" if failed else ""
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
     if not found.is_decided:
-        return [f"finalists: no winner, none has a value for each of {seeds}"]
+        return [f"finalists: no winner, because no finalist has a value for each of {seeds}"]
     if study.spec.is_multi_objective:
         return _format_front(found)
     assert found.winner is not None
@@ -119,13 +119,13 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     ]
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
-        within = f"within one standard error, {error:.4f}" if (error := found.standard_error) else "equal values"
-        has_equal = any(found.get_row(trial).mean == row.mean for trial in found.tie)
-        lines.append(f"tied with {tied}, {within}; {'the lower trial number' if has_equal else 'the better mean'} wins")
+        within = f"within one standard error of {error:.4f}" if (error := found.standard_error) else "equal values"
+        rule = "lower trial number" if any(found.get_row(t).mean == row.mean for t in found.tie) else "better mean"
+        lines.append(f"tied with {tied} ({within}); the {rule} wins")
     if (expected := found.expected_score) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
     elif found.run_scores:
-        lines.append("no prediction interval: the error from the validation samples is unknown")
+        lines.append("no prediction interval: the sampling error of the validation data is unknown")
     if n_seeds == 1:
         lines.append("with one seed the standard deviation is unknown, and a difference may be due to chance")
     bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
@@ -163,14 +163,14 @@ def describe_method(found: Finalists) -> str:
     """Return a text that states whether each seed had a new split."""
     if found.is_resplit:
         return "each seed has a new train/validation split"
-    return "data() returns fixed splits, or a test split that depends on the others, so that only the seeds are new"
+    return "only the seeds are new, as data() returns fixed splits, or a test split that depends on the other splits"
 
 
 def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:
     """Return a line with the test score, and whether the score is within the prediction interval of the finalists."""
-    origin = f"evaluated {evaluation.description}{'' if evaluation.finalists else ', unconfirmed by finalists'}"
+    origin = f"evaluated {evaluation.description}{'' if evaluation.finalists else ', not confirmed by finalists'}"
     if evaluation.scores is None:
-        return f"test set: {origin}; its scores are not written yet"
+        return f"test set: {origin}; its scores are not stored yet"
     metric = study.spec.metric
     shown = f"{metric} {evaluation.scores[metric]:.4f}" if metric in evaluation.scores else f"{evaluation.scores}"
     return f"test set: {shown}{_compare_with_interval(study, evaluation, found)}, {origin}"
@@ -189,5 +189,5 @@ def _compare_with_interval(study: StoredStudy, evaluation: TestEvaluation, found
     if score is None:
         return ""
     if expected.low <= score <= expected.high:
-        return f", within {format_interval(expected)}"
+        return f", within the expected {format_interval(expected)}"
     return f", {'below' if score < expected.low else 'above'} the expected {format_interval(expected)}"

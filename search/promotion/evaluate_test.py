@@ -81,7 +81,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             run = made, find_selected_run(made, tabulate_refit(made))
         return Candidate(_find_complete_trial(study, evaluation.trial_number), evaluation.finalists, run)
     if refit and unconfirmed:
-        raise SearchError("--unconfirmed is not available with --refit; remove one")
+        raise SearchError("--unconfirmed and --refit exclude each other; remove one of them")
     found, number = read_finalists(study), trial
     if found is not None and number is None:
         promoted = [each.trial_number for each in list_current_promotions(study) if each.study_id == study.study_id]
@@ -109,7 +109,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
 def _find_complete_trial(study: StoredStudy, number: int) -> FrozenTrial:
     trial = find_trial(study, number)
     if trial.state != TrialState.COMPLETE:
-        raise SearchError(f"--trial {number}: it is {trial.state.name.lower()}; only complete trials can be evaluated")
+        raise SearchError(f"--trial {number}: the trial is {trial.state.name.lower()}; choose a complete trial")
     return trial
 
 

@@ -132,12 +132,12 @@ class Confirmation:
         if why := self._why_not_winner(trial) if self.refit is None else self._why_not_selected(self.refit, trial):
             return why
         if self.evaluation is None:
-            return "it was not evaluated on the test set" + ("" if self.refit is None else " yet")
+            return "the model was not evaluated on the test set" + ("" if self.refit is None else " yet")
         if self.refit is None:
             if not self.is_evaluated(trial):
                 return f"the test set was evaluated with {self.evaluation.model_description}"
             if self.evaluation.finalists is None:
-                return "it was evaluated on the test set without finalists"
+                return "the model was evaluated on the test set before it won among finalists"
         elif not self.is_evaluated(trial):
             return f"the test set was evaluated with {self.evaluation.model_description}, not with this refit"
         return "" if self.evaluation.scores is not None else "the test evaluation has no scores"
@@ -145,22 +145,22 @@ class Confirmation:
     def _why_not_winner(self, trial: int) -> str:
         found = self.finalists
         if (of := self.study.spec.finalists_of) is not None:
-            return f"it is a finalist of study {of.study}, retrained on another seed to confirm the winner"
+            return f"the trial is a finalist of study {of.study}, retrained on another seed to confirm the winner"
         if found is None:
             return "no finalists were trained"
         if not found.is_decided:
-            why = f"{found.pending} of their runs have not ended" if found.pending else "none has values for all seeds"
+            why = pluralize(found.pending, "unfinished run") if found.pending else "none has a value for each seed"
             return f"the finalists have no winner: {why}"
         winner = found.winner if found.winner is not None else " or ".join(map(str, found.front))
         return "" if found.is_confirmed(trial) else f"the winner among the finalists is trial {winner}"
 
     def _why_not_selected(self, refit: Refit, trial: int) -> str:
         if trial != refit.selected_trial:
-            return "it is not the run with the median training loss"
+            return "the trial is not the run with the median training loss"
         if self.finalists is None or (
             self.finalists.winner != refit.search_trial and refit.search_trial not in self.finalists.front
         ):
-            return f"it is a refit of trial {refit.search_trial}, which is not the winner among the finalists"
+            return f"the trial is a refit of trial {refit.search_trial}, which did not win among the finalists"
         return ""
 
 
@@ -281,8 +281,8 @@ def _format_refit(refit: dict[str, Any]) -> list[str]:
     ]
     return [
         f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on training and "
-        f"validation data together for {pluralize(refit['epochs'], 'epoch')}, the number that its runs on new seeds "
-        "selected. The run with the median training loss was selected.",
+        f"validation data together for {pluralize(refit['epochs'], 'epoch')}, the median of the best epochs on new "
+        "seeds. The run with the median training loss was selected.",
         "",
         *_make_table(("run", "seed", "training loss"), runs),
         "",
@@ -295,7 +295,7 @@ def _format_confirmation(evidence: Evidence) -> list[str]:
             return [f"**Not evaluated on the test set**: {evidence.unconfirmed}."]
         return ["Confirmed: its configuration won on new seeds, and it was evaluated once on the test set."]
     if evidence.unconfirmed:
-        return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value has selection bias, as the best of many."]
+        return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is the best of many and has selection bias."]
     return ["Confirmed: it won on new seeds, and it was evaluated once on the test set."]
 
 

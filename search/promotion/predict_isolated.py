@@ -28,7 +28,7 @@ class ImportBlocker(MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002 importlib's interface
         """Raise ModuleNotFoundError for a blocked package; return None for others, which the next finders import."""
         if name.partition(".")[0] in self._packages:
-            raise ModuleNotFoundError(f"the model needs {name}, which a server does not have", name=name)
+            raise ModuleNotFoundError(f"the model imports {name}, which a model server may lack", name=name)
         return None
 
 

@@ -71,7 +71,7 @@ def _parse_limit(text: str, given: str) -> float:
         limit = float(given)
         if not math.isnan(limit):
             return limit
-    raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write it as in 'accuracy >= 0.98'")
+    raise SearchError(f"--prefer {text!r}: {given!r} is not a number; write a condition such as 'accuracy >= 0.98'")
 
 
 def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
@@ -84,14 +84,14 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     """
     spec = study.spec
     if not spec.is_multi_objective:
-        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; remove it, or give --trial")
+        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; replace --prefer by --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
     found = read_front(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to select: {describe_no_candidate(study)}")
     kept = {trial: values for trial, values in found.items() if all(each.is_satisfied(values) for each in conditions)}
     if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front matches; {_describe_nearest(found, conditions)}")
+        raise SearchError(f"--prefer {text!r}: no Pareto-optimal trial matches; {_describe_nearest(found, conditions)}")
     signs = {name: -1 if direction == "maximize" else 1 for name, direction in spec.direction_by_metric.items()}
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
@@ -121,4 +121,4 @@ def describe_no_candidate(study: StoredStudy) -> str:
     """Return why no trial of a study can be promoted, and the remedy."""
     if study.best_trials(infeasible=True):
         return "all complete trials violate a constraint; promote one with --infeasible"
-    return "none is complete"
+    return "no trial is complete"

@@ -94,7 +94,7 @@ def promote(
     """
     if (of := study.spec.finalists_of) is not None:
         again = format_command("promote", of.study) if of.refit is None else study.resume_command
-        raise SearchError(f"study {study.spec.name!r} holds {of.description}; promote it with {again}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.description}; promote the winner with {again}")
     name = model or study.spec.name
     check_alias(alias)
     check_model_name(name)
@@ -106,7 +106,7 @@ def promote(
     chosen = find_trial(study, number)
     _check_promotable(study, chosen)
     if not infeasible and (lines := chosen.user_attrs.get(VIOLATIONS)):
-        raise SearchError(f"--trial {number} is infeasible ({', '.join(lines)}); promote another, or add --infeasible")
+        raise SearchError(f"--trial {number} is infeasible ({', '.join(lines)}); add --infeasible to promote it")
     return register(found, chosen, tracking, alias=alias, name=name)
 
 
@@ -187,7 +187,7 @@ def resolve_trial(study: StoredStudy, trial: int | None, prefer: str | None, *, 
     if prefer is None:
         return trial
     if trial is not None:
-        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one")
+        raise SearchError(f"--trial {trial} and --prefer both select a trial; remove one of them")
     return select_preferred(study, prefer, infeasible=infeasible)
 
 
@@ -225,5 +225,5 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
         state += f" ({reason})"
     best = summarise(study).best
-    instead = f"promote a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
-    raise SearchError(f"--trial {trial.number}: it {state}; {instead}")
+    instead = f"give a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    raise SearchError(f"--trial {trial.number}: the trial {state}; {instead}")

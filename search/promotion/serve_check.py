@@ -94,7 +94,7 @@ def serve_check(
     with storage.engine.connect() as connection:
         found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
-        raise SearchError(f"{reference}: version {version.number} does not belong to a trial in this database")
+        raise SearchError(f"{reference}: this database has no trial of this version; give another --storage-url")
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
@@ -111,7 +111,7 @@ def serve_check(
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
             scored, error = _score_isolated(version, objective, config, splits, tracking.uri, Path(folder))
     if scored is not None and not abs(scored - value) <= tolerance:  # negated, so that NaN is a difference
-        error = f"it is off by {abs(scored - value):.3g}, more than {tolerance:g}{changed}"
+        error = f"the difference {abs(scored - value):.3g} exceeds --tolerance {tolerance:g}{changed}"
     return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, export_failure)
 
 
@@ -193,10 +193,10 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"it did not answer in {_PROCESS_TIMEOUT_SECONDS:.0f} s"
+        return None, f"the model did not answer within {_PROCESS_TIMEOUT_SECONDS:.0f} s"
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines()
-        return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {process.returncode}'}"
+        return None, f"the model could not run: {lines[-1] if lines else f'exit code {process.returncode}'}"
     return torch.load(outputs, weights_only=True), ""
 
 
@@ -223,7 +223,7 @@ class _Replay(nn.Module):
             return super().__getattr__(name)
         raise ObjectiveError(
             f"serve-check cannot score {self._name}: its step uses model.{name}, which an exported model lacks; "
-            "let the step call the model once per batch"
+            "change the step to call the model once per batch"
         )
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

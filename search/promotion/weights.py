@@ -67,7 +67,7 @@ class BestWeights:
             send = format_command("sync", name)
             raise SearchError(
                 f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are unavailable "
-                f"({describe_error(error)}); {self.error_end}; if they are on another machine, send them with {send}"
+                f"({describe_error(error)}); {self.error_end}; if another machine has the file, run {send} there"
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -86,10 +86,10 @@ class BestWeights:
             "split_seed": spec.seed,
             "value": get_first_value(self.trial),
         }
-        differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
+        differ = [f"{key} {best.get(key)}, not {value}" for key, value in wanted.items() if best.get(key) != value]
         if differ:
             raise SearchError(
-                f"checkpoints/best.pt in the run of trial {number} belongs to another training "
+                f"checkpoints/best.pt in the run of trial {number} belongs to another training run "
                 f"({', '.join(differ)}); {self.error_end}; restore the file that the trial logged"
             )
         return best
@@ -105,7 +105,7 @@ class BestWeights:
         if not math.isclose(now, then, rel_tol=_VALUE_TOLERANCE, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "
-                f"the search; {self.error_end}; restore the code of the study"
+                f"the search; {self.error_end}; restore the code and data of the study"
             )
 
 
@@ -117,11 +117,11 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
         ObjectiveError: the weights do not fit the current code.
         StorageError: MLflow is unavailable or rejects the model, or another process is making the model.
     """
-    missing = f"--trial {trial.number}: MLflow has no model of it"
+    missing = f"--trial {trial.number}: MLflow has no model of this trial"
     if removed := trial.user_attrs.get(REMOVED_BY):
         raise SearchError(f"{missing} ({removed}); promote a trial with a model")
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
-        raise SearchError(f"{missing} yet ({known}); send it with {format_command('sync', study.spec.name)}")
+        raise SearchError(f"{missing} yet ({known}); send the model with {format_command('sync', study.spec.name)}")
     weights = BestWeights(study, trial, error_end="nothing was promoted")
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder, run_id = Path(name), str(trial.user_attrs[RUN_ID])

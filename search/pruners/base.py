@@ -217,7 +217,7 @@ class Halving:
         reached = len(others) + 1
         place = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
         if reached <= self.bootstrap_count:
-            why = f"is number {reached} at {place}, which promotes none of the first {self.bootstrap_count}"
+            why = f"number {reached} at {place}, where the first {self.bootstrap_count} are pruned (bootstrap_count)"
             return case.prune(why, **details)
         # The first trials at a rung do not wait for other trials, so they are kept unless they are worse than others.
         promoted = max(1, reached // self.reduction_factor)
@@ -246,7 +246,7 @@ def check_min_resource(min_resource: int, epochs: int) -> None:
         ValueError: `min_resource` exceeds the epochs of a trial.
     """
     if min_resource > epochs:
-        raise ValueError(f"pruner.min_resource {min_resource} exceeds epochs {epochs}: no trial reaches it; lower it")
+        raise ValueError(f"pruner.min_resource {min_resource} exceeds --epochs {epochs}; lower pruner.min_resource")
 
 
 class RungSchedule(NamedTuple):

@@ -57,8 +57,8 @@ class Hyperband(PrunerSpec):
         check_min_resource(self.min_resource, epochs)
         if (self.max_resource or epochs) < self.min_resource:
             raise ValueError(
-                f"pruner.max_resource {self.max_resource} is less than pruner.min_resource {self.min_resource}: "
-                "give the epochs of a full trial, or omit it"
+                f"pruner.max_resource {self.max_resource} is less than pruner.min_resource {self.min_resource}; "
+                "set pruner.max_resource to the epochs of a full trial, or remove this option"
             )
         return self if self.max_resource else self.model_copy(update={"max_resource": epochs})
 
@@ -127,8 +127,8 @@ class ASHA(PrunerSpec):
     def fit_to_epochs(self, epochs: int) -> Self:
         if self.min_resource >= max(epochs, 2):  # a single epoch is valid
             raise ValueError(
-                f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would be paused; "
-                "lower it"
+                f"pruner.min_resource {self.min_resource} is not below --epochs {epochs}, so no trial would be paused; "
+                "lower pruner.min_resource"
             )
         return self
 

@@ -80,7 +80,7 @@ class StudyPruner:
             maximize_each=spec.maximize_each if spec.is_multi_objective else (),
         )
         if spec.pruner.can_prune and (lines := self._find_final_violations(case.reported)):
-            return case.prune(f"out of bounds: {', '.join(lines)}, which training does not change", value=case.value)
+            return case.prune(f"out of bounds: {', '.join(lines)}; training cannot change this", value=case.value)
         return spec.pruner.decide(case, self._make_peers(trial))
 
     def _find_final_violations(self, reported: Mapping[str, float]) -> list[str]:

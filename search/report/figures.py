@@ -304,9 +304,9 @@ def make_front_cards(study: StoredStudy, summary: Summary) -> list[tuple[str, st
     """Return the report's cards with the size of the Pareto front and the best value of each metric on the front."""
     if not summary.front:
         return []
-    found = [(str(len(summary.front)), f"on the front, of {pluralize(summary.complete, 'complete trial')}")]
+    found = [(str(len(summary.front)), f"on the Pareto front, of {pluralize(summary.complete, 'complete trial')}")]
     for place, (name, way) in enumerate(study.spec.direction_by_metric.items()):
         sign = -1 if way == "maximize" else 1
         best = min(summary.front, key=lambda trial: (sign * trial.values[place], trial.number))
-        found.append((format_value(best.values[place]), f"best {name} on the front, trial {best.number}"))
+        found.append((format_value(best.values[place]), f"best {name} on the Pareto front, trial {best.number}"))
     return found

@@ -158,11 +158,11 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
     if study.spec.is_multi_objective and summary.front:
         return format_front_headline(study, summary)
     if summary.best is not None and summary.finished == 1:
-        return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.values[0]:.4f}."
+        return f"Trial {summary.best.number}, the only trial so far: validation {metric} {summary.best.values[0]:.4f}."
     if summary.best is not None:
         return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.values[0]:.4f}."
     if summary.out_of_bounds:
-        return f"No complete trial is within bounds: {_join_bounds(study)}."
+        return f"No complete trial satisfies the constraints {_join_bounds(study)}."
     last = [f"{line[0].upper()}{line[1:]}" for line in format_last_failure(study)]
     return " ".join(["No trial is complete yet.", *last])
 
@@ -200,7 +200,7 @@ def _make_cards(
     else:
         cards.append((spending.summary.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
     if summary.out_of_bounds:
-        cards.append((str(summary.out_of_bounds), f"complete, but out of bounds: {_join_bounds(study)}"))
+        cards.append((str(summary.out_of_bounds), f"complete trials that violate {_join_bounds(study)}"))
     if summary.epochs_saved:
         saved = format_seconds(summary.seconds_saved)
         cards.append((saved, f"saved by pruning, {pluralize(summary.epochs_saved, 'epoch')}"))

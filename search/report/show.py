@@ -87,7 +87,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
-        lines.append(f"best: none, {why}")
+        lines.append(f"best: none, because {why}")
         lines += format_last_failure(study)
     if summary.out_of_bounds:
         lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
@@ -234,7 +234,7 @@ def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
     """Return the reasons why trials wait, by trial number."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
-    enqueued = "enqueued: no worker has claimed it yet"
+    enqueued = "enqueued: no worker has claimed the trial yet"
     if waiting and study.early_stop is not None:
         enqueued = f"enqueued: the study stopped early; resume it with {format_command('start', study.spec.name)}"
     found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
@@ -243,7 +243,7 @@ def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
 
 def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
     if last.outcome == "paused" and (at := trial.user_attrs.get(RUNG)):
-        return f"paused at rung {at['rung']}, epoch {at['epoch'] + 1}: rank {at['rank']} of {at['reached']} then"
+        return f"paused at rung {at['rung']}, epoch {at['epoch'] + 1}, with rank {at['rank']} of {at['reached']}"
     ended = _OUTCOMES.get(last.outcome or "", "must be repeated")
     why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
     return f"attempt {last.number} {ended}{why}; a free worker resumes the trial next"
@@ -269,7 +269,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     facts += [("bounds", f"violated: {line}") for line in list_violations(study.spec, trial)]
     if trial.duration is not None:
         ran = format_seconds(compute_run_seconds(study, [trial])[trial._trial_id])
-        running = f", {ran} of it running" if RUNG in attrs else ""
+        running = f", of which {ran} running" if RUNG in attrs else ""
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from first start to end{running}"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in format_promotions(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]

@@ -127,6 +127,7 @@ def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime)
 
 
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
+_LABELS = {"left": "exited"}  # words that differ from the state
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
 _RESERVED_LINES = 11  # number of lines above and between the tables
 _NARROW_COLUMNS = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
@@ -209,15 +210,15 @@ def render_status(
     shown = min(len(status.workers), max(room * 2 // 3, 3))
     details = [(f"  stopped: {status.stopped}", "red")] if status.stopped else []
     details.append((f"  {status.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
-    front = f", {len(status.front)} on the front" if status.front else ""
+    front = f", {len(status.front)} on the Pareto front" if status.front else ""
     counts = format_counts(status.progress, status.metric, front)
-    rungs = ", ".join(f"{mark}: {count}" for mark, count in status.trial_counts.items())
-    reached = f"trials that reached epoch {rungs}; {format_rate(epochs_per_second, status.eta)}"
+    rungs = ", ".join(f"epoch {mark}: {count}" for mark, count in status.trial_counts.items())
+    reached = f"trials that reached {rungs}; {format_rate(epochs_per_second, status.eta)}"
     active = sum(worker.state in {"running", "idle"} for worker in status.workers)
     return Group(
         *render_progress(status.study, details, status.progress, counts, reached),
         "",
-        Text(f"{active} active workers, {len(status.workers) - active} gone", style="dim"),
+        Text(f"{active} active workers, {len(status.workers) - active} exited or lost", style="dim"),
         _make_worker_table(status, shown, (*_NARROW_COLUMNS, *(("engine", "device") if width >= _WIDE_WIDTH else ()))),
         "",
         _make_event_table(status, max(room - shown, 3), width),
@@ -237,7 +238,7 @@ def _make_worker_table(status: StudyStatus, limit: int, columns: tuple[str, ...]
 
 def _make_worker_cells(status: StudyStatus, worker: WorkerRow) -> dict[str, Text | str]:
     identity = worker.identity
-    state = Text(worker.state, style=_STATES[worker.state])
+    state = Text(_LABELS.get(worker.state, worker.state), style=_STATES[worker.state])
     if worker.left_as:
         state.append(f": {worker.left_as}", "dim")
     seen = max((status.at - worker.seen_at).total_seconds(), 0.0)

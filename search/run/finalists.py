@@ -165,8 +165,8 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     chosen, created = companion.study, companion.is_new
     _print_finalists(console, study, chosen, created=created)
     if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:
-        winner = f"trial {effective.winner}" if effective.winner is not None else f"trials {effective.front}"
-        console.print(f"the winner of {effective.study} is valid until the new set has one: {winner}", style="yellow")
+        winner = f"trial {effective.winner}" if effective.winner is not None else f"front {list(effective.front)}"
+        console.print(f"until the new set has a winner, {effective.study} is valid: {winner}", style="yellow")
     pending = tabulate_finalists(study, chosen).pending
     interrupted, gave_up = train_companion_study(console, companion, options, workers if pending else 0)
     found = tabulate_finalists(study, chosen)
@@ -191,7 +191,7 @@ def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, 
     console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
     evaluation = read_test_evaluation(study.engine, study.study_id)
     if created and evaluation is not None:
-        console.print(f"{format_test_result(study, evaluation)}; another winner cannot be tested", style="yellow")
+        console.print(f"{format_test_result(study, evaluation)}; another winner cannot be evaluated", style="yellow")
     if len(of.trials) < of.top:
         console.print(
             f"only {len(of.trials)} finalists (--top {of.top}): no other COMPLETE trial has a distinct configuration "
@@ -200,7 +200,7 @@ def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, 
     if created and (gone := list_excluded_trials(study, of.top)):
         console.print(
             f"skipped trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}: hpsearch gc removed the files "
-            "that a test and a promotion need",
+            "that evaluate-test and promote need",
             style="yellow",
         )
 
@@ -256,7 +256,7 @@ def run_refit(
     made, found = companion.study, tabulate_refit(companion.study)
     console.print(
         f"refit of trial {found.search_trial} of {study.spec.name}{' (new)' if companion.is_new else ''}: "
-        f"{pluralize(found.epochs, 'epoch')} on train and validation, on {pluralize(len(found.seeds), 'seed')}"
+        f"{pluralize(found.epochs, 'epoch')} on training and validation data, {pluralize(len(found.seeds), 'seed')}"
     )
     interrupted, gave_up = train_companion_study(console, companion, options, workers if found.pending else 0)
     found = tabulate_refit(made)

@@ -106,7 +106,7 @@ def check_not_stopped(study: StoredStudy) -> None:
     """
     if stopped := study.attrs.get(STOPPED):
         name = study.spec.name
-        raise SearchError(f"study {name!r} was stopped {stopped}; start it with {format_command('start', name)}")
+        raise SearchError(f"study {name!r} was stopped {stopped}; resume it with {format_command('start', name)}")
 
 
 def run_fleet(
@@ -123,7 +123,7 @@ def run_fleet(
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
     fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)
-    others = f", from {fleet.slots[0].log.name} on; another run writes the earlier ones" if fleet.slots[0].index else ""
+    others = f", from {fleet.slots[0].log.name} on; another run writes the other logs" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine
     has_printed_stop = False

@@ -88,7 +88,7 @@ def run_search(
     if warning := find_stopped_warning(study):
         console.print(warning, style="yellow")
     if not workers:
-        console.print(f"join it with: {format_command('worker', '--study', spec.name)}")
+        console.print(f"start workers with: {format_command('worker', '--study', spec.name)}")
         return RunResult(begin)
     interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
@@ -101,7 +101,7 @@ def run_search(
         )
         reason = "the budget is spent" if early_stop is None else early_stop.reason
         console.print(
-            f"{reason}; continue the study with: {format_command(*again)}; or start a new one with another --name"
+            f"{reason}; continue the study with: {format_command(*again)}; or start a new study with another --name"
         )
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
@@ -123,7 +123,7 @@ def _print_begin(
     details = f" ({at}): {spec.budget_description} of {spec.objective}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), details))
     if spec.warm_start is not None:
-        console.print(f"warm start: uses the trials of {', '.join(spec.warm_start)} as of the study's creation")
+        console.print(f"warm start: the sampler uses the earlier trials of {', '.join(spec.warm_start)}")
     if warning := study.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
 
@@ -137,9 +137,9 @@ def _finish_search(
     except KeyError:
         raise SearchError(f"study {study.spec.name!r} was deleted while it ran") from None
     except (DBAPIError, StorageInternalError):
-        raise SearchError("the study's database is unavailable; start it, and run the command again") from None
+        raise SearchError("the database is unavailable; start the database, and run the command again") from None
     report: Path | None = None
-    with warn_on_mlflow_error(console, "the end of the study", format_command("report", study.spec.name)):
+    with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)
         tracking = services.open_tracking()

@@ -85,7 +85,7 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         console.print(f"{name}, {problem}", style="yellow")
     if left:
         reason = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
-        console.print(f"{text}, {left} left{reason}; try again with: {format_command('sync', name)}")
+        console.print(f"{text}, {left} not sent{reason}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
         console.print(f"{text}, nothing is left")

@@ -46,7 +46,7 @@ class SamplerSpec(RegisteredOptions):
         if (most := self.max_trials()) is not None and n_trials > most:
             raise ValueError(
                 f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''} and runs "
-                "each once; lower --trials, or omit it"
+                "each once; lower or remove --trials"
             )
 
     def prepare(self) -> None:

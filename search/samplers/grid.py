@@ -47,10 +47,10 @@ class Grid(SamplerSpec):
     def _parse_numbers(cls, given: Any) -> Any:
         """Convert numbers such as 1e-3, which YAML reads as text."""
         if not given or not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
-            raise ValueError(f"{given!r} is not a table of lists: {{lr = [0.001, 0.01], width = [32, 64]}}")
+            raise ValueError(f"{given!r} is not a table of lists; write {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):
-                raise ValueError(f"{name} has {value!r}, not a parameter value: use numbers, text, true, false or none")
+                raise ValueError(f"{name} has {value!r}, not a parameter value; use numbers, text, true, false or none")
         return {name: [_to_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")
@@ -58,12 +58,12 @@ class Grid(SamplerSpec):
     def _check_values(cls, given: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for name, values in given.items():
             if not values:
-                raise ValueError(f"{name} has no values: give at least one, or omit it")
+                raise ValueError(f"{name} has no values; give at least one, or remove {name}")
             for index, value in enumerate(values):
                 if any(value == other and _is_bool(value) == _is_bool(other) for other in values[:index]):
-                    raise ValueError(f"{name} has {value!r} twice: remove one")
+                    raise ValueError(f"{name} has the value {value!r} twice; remove one of them")
         if (points := math.prod(len(values) for values in given.values())) > _MAX:
-            raise ValueError(f"{points} points exceed the limit of {_MAX}: give fewer values, or use another sampler")
+            raise ValueError(f"the grid has {points} points, and the limit is {_MAX}; give fewer values")
         return given
 
     def max_trials(self) -> int:

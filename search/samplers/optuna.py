@@ -90,7 +90,7 @@ class _Genetic(SamplerSpec):
         if self.population_size >= n_trials:
             raise ValueError(
                 f"sampler.population_size {self.population_size} is not below the budget of {n_trials} trials, so all "
-                "trials would be in the first generation, which is random; lower it, or raise --trials"
+                "trials would be in the first generation, which is random; lower the option, or raise --trials"
             )
 
 
@@ -141,7 +141,7 @@ class CMAES(SamplerSpec):
     def _check_variant(self) -> Self:
         variants = [name for name in ("use_separable_cma", "with_margin", "lr_adapt") if getattr(self, name)]
         if len(variants) > 1:
-            raise ValueError(f"{' and '.join(variants)} exclude each other: choose one")
+            raise ValueError(f"{' and '.join(variants)} exclude each other; choose one of them")
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:

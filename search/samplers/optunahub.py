@@ -50,14 +50,14 @@ class OptunaHub(SamplerSpec):
     @classmethod
     def _check_package(cls, given: str) -> str:
         if not re.fullmatch(r"samplers/[A-Za-z0-9_-]+", given):
-            raise ValueError(f"{given!r} is not a sampler of OptunaHub: give its folder, such as samplers/auto_sampler")
+            raise ValueError(f"{given!r} is not a sampler of OptunaHub; give a folder such as samplers/auto_sampler")
         return given
 
     @field_validator("ref")
     @classmethod
     def _check_commit(cls, given: str) -> str:
         if not re.fullmatch(r"[0-9a-f]{40}", given):
-            raise ValueError(f"{given!r} is not a commit of OptunaHub's registry: give all 40 digits")
+            raise ValueError(f"{given!r} is not a commit hash; give all 40 digits of a commit of OptunaHub's registry")
         return given
 
     def fit_to_objective(self, objective: BaseObjective) -> Self:
@@ -73,7 +73,7 @@ class OptunaHub(SamplerSpec):
         try:
             sampler: BaseSampler = sampler_class(**{**seeded, **self.arguments})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"sampler.arguments: {sampler_class.__name__} rejects them ({error})") from None
+            raise ValueError(f"sampler.arguments: {sampler_class.__name__} rejects these arguments ({error})") from None
         return sampler
 
 
@@ -81,7 +81,7 @@ class OptunaHub(SamplerSpec):
 def _load_module(package: str, ref: str) -> ModuleType:
     """Return the module of a package at a commit; the package is downloaded to OptunaHub's cache once per machine."""
     if importlib.util.find_spec("optunahub") is None:
-        raise ValueError(f"sampler 'optunahub' needs the package optunahub: {INSTALL_COMMAND}")
+        raise ValueError(f"sampler 'optunahub' needs the package optunahub; install it with {INSTALL_COMMAND}")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # without git, OptunaHub downloads over HTTP
     os.environ.setdefault("GIT_TERMINAL_PROMPT", "0")  # git asks for a password if the repository does not exist
     import optunahub
@@ -112,7 +112,7 @@ def _describe_fetch_error(error: Exception, folder: Path) -> str:
     """
     text = _to_one_line(str(getattr(error, "stderr", None) or error))  # git's output, without its command line
     if isinstance(error, FileNotFoundError) or "not our ref" in text or getattr(error, "status", None) in (404, 422):
-        return "is not in OptunaHub's registry: give the folder of an existing package, and a commit that contains it"
+        return "is not in OptunaHub's registry: give an existing package, and a commit that contains this package"
     why = text.rpartition("fatal: ")[2].strip(" '") or type(error).__name__
     return (
         f"cannot be downloaded from OptunaHub ({why}): connect this machine to github.com, or copy {folder} "
@@ -134,5 +134,6 @@ def _find_class(module: ModuleType, name: str | None) -> type[BaseSampler]:
         return next(iter(found.values()))
     if name is None or name not in found:
         given = "is not set" if name is None else f"is {name!r}"
-        raise ValueError(f"sampler.sampler_class {given}: choose from {', '.join(sorted(found)) or 'none'}")
+        remedy = f"choose from {', '.join(sorted(found))}" if found else "use a package that has a sampler"
+        raise ValueError(f"sampler.sampler_class {given}; {remedy}")
     return found[name]

@@ -64,7 +64,7 @@ class RegisteredOptions(Options):
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"{cls.family} is {value!r}; give its name, or a table with its name and options")
+            raise ValueError(f"{cls.family} is {value!r}; give a name, or a table with name and options")
         name = value.get("name")
         kind: type[Self] | None = cls.registry.get(str(name))
         if kind is None:
@@ -86,7 +86,7 @@ class RegisteredOptions(Options):
             others = ", ".join(sorted(name for name, kind in self.registry.items() if kind.can_be_multi_objective))
             raise ValueError(
                 f"--{self.family} {self.name} supports a single metric; with --directions use one of {others}, or "
-                "optimize one --metric"
+                "replace --directions by one --metric"
             )
 
     @classmethod
@@ -99,7 +99,7 @@ class RegisteredOptions(Options):
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
-                suggest_names(str(first["loc"][-1]), options) if options else "; it has no options"
+                suggest_names(str(first["loc"][-1]), options) if options else f"; remove {setting}"
             )
         return format_validation_error(setting, first)
 

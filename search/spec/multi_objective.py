@@ -39,8 +39,8 @@ class Bound:
         return f"{self.metric} {self.operator} {self.limit:g}"
 
     def format_violation(self, value: float) -> str:
-        """Return a text for a value that violates the bound: ``model_mb 12.5, not <= 10``."""
-        return f"{self.metric} {value:.6g}, not {self.operator} {self.limit:g}"
+        """Return a text for a value that violates the bound: ``model_mb 12.5 is not <= 10``."""
+        return f"{self.metric} {value:.6g} is not {self.operator} {self.limit:g}"
 
     def violation(self, value: float) -> float:
         """Return the amount by which a value violates the bound, as in Optuna; it is infinite for NaN.
@@ -106,16 +106,16 @@ def _parse_by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: s
     if isinstance(given, str):
         for part in map(str.strip, given.strip(" ,").split(",")):
             if (match := pattern.fullmatch(part)) is None:
-                raise ValueError(f"--{setting} {part!r} is invalid; write {form}, or remove it")
+                raise ValueError(f"--{setting} {part!r} is invalid; write {form}, or remove this part")
             pairs.append((match[1], match[2]))
     elif not isinstance(given, Mapping | None):
         raise ValueError(f"{setting} is {given!r}; give a table with one value per metric, or a text such as {form}")
     found: dict[str, Any] = {}
     for metric, value in pairs:
         if not isinstance(metric, str) or not (name := metric.strip()):
-            raise ValueError(f"--{setting}: {metric!r} is not the name of a metric; give one")
+            raise ValueError(f"--{setting}: {metric!r} is not the name of a metric; give a name")
         if name in found:
-            raise ValueError(f"--{setting} names {name} twice; remove one")
+            raise ValueError(f"--{setting} names {name} twice; remove one of them")
         found[name] = value
     return found
 
@@ -136,7 +136,7 @@ def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
     if named not in directions:
         raise ValueError(f"--metric {named!r} is not in --directions {', '.join(directions)}; remove --metric")
     if named != metric:
-        raise ValueError(f"--metric {named!r} is not first in --directions, which selects the best epoch; put it first")
+        raise ValueError(f"--metric {named!r} must be the first in --directions, as it selects the best epoch")
     if (other := given.get("direction", direction)) != direction:
         raise ValueError(f"--direction {other} contradicts --directions {metric}={direction}; remove --direction")
     several = None if len(directions) == 1 else directions

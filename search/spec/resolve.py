@@ -34,7 +34,7 @@ def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise SearchError(f"{flag} {pair!r}: the value is not valid YAML; quote it") from None
+            raise SearchError(f"{flag} {pair!r}: the value is not valid YAML; quote the value") from None
     return options
 
 
@@ -152,8 +152,8 @@ def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = 
     option = [f"{word}" for key in changed[:1] for word in (get_option_name(key), getattr(spec, key))]
     more = f"; to change its budget, use hpsearch extend {stored.name} {' '.join(option)}" if changed else ""
     raise SearchError(
-        f"study {stored.name!r} exists with another spec ({'; '.join(lines)}); remove these settings to continue it, "
-        f"or choose another --name{more}"
+        f"study {stored.name!r} exists with other settings ({'; '.join(lines)}); remove these settings to continue "
+        f"the study, or choose another --name{more}"
     )
 
 

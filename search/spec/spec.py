@@ -59,7 +59,7 @@ def _parse_study_names(given: Any) -> Any:
         if not re.match(NAME_PATTERN, name):
             raise ValueError(f"--warm-start: {name!r} cannot be the name of a study; separate names by commas")
         if name in names[:place]:
-            raise ValueError(f"--warm-start names {name} twice; remove one")
+            raise ValueError(f"--warm-start names {name} twice; remove one of them")
     return names
 
 
@@ -70,7 +70,7 @@ def _resolve_folder(given: Any, info: ValidationInfo) -> Any:
     folder = str(given)
     try:
         if not folder or "://" in folder:
-            raise RuntimeError("object stores cannot append to files" if folder else "it is empty")
+            raise RuntimeError("object stores cannot append to files" if folder else "the name is empty")
         return os.path.normpath(Path(folder).expanduser().absolute())
     except RuntimeError as error:  # also ~user for a user that this machine does not have
         setting = get_option_name(str(info.field_name))
@@ -196,7 +196,7 @@ class StudySpec(Options):
     models: Literal["top", "complete", "all", "none"] = Field(
         default="top",
         description="Trials that keep a registrable model: `top`, `complete`, `all` or `none`; `promote` "
-        "can make one from the best checkpoint of any complete trial",
+        "can create a model from the best checkpoint of any complete trial",
     )
     top_models: int = Field(
         default=5,
@@ -240,7 +240,7 @@ class StudySpec(Options):
         return make_bounds(self.constraints or {})
 
     def list_violations(self, values: Mapping[str, float]) -> list[str]:
-        """Return a line for each constraint that `values` violate: ``model_mb 12.5, not <= 10``."""
+        """Return a line for each constraint that `values` violate: ``model_mb 12.5 is not <= 10``."""
         found = [(bound, values[bound.metric]) for bound in self.bounds]
         return [bound.format_violation(value) for bound, value in found if bound.violation(value) > 0]
 
@@ -301,7 +301,7 @@ class StudySpec(Options):
         if (named := self.pruner.get_metric_name()) is not None and named not in known:
             raise ValueError(
                 f"pruner.metric {named!r} is not a metric of the study ({', '.join(known)}); use one of these, or add "
-                "it to --constraints"
+                f"{named} to --constraints"
             )
         self.__dict__["pruner"] = self.pruner.fit_to_epochs(self.epochs)
         if self.warm_start is not None:
@@ -319,7 +319,7 @@ class StudySpec(Options):
         if self.is_multi_objective:
             raise ValueError("--warm-start is not available for multi-objective studies; remove the option")
         if self.name in earlier:
-            raise ValueError(f"--warm-start {self.name} is the study itself; name earlier ones")
+            raise ValueError(f"--warm-start {self.name} is the study itself; name earlier studies")
 
 
 class Settings(Addresses, total=False):
@@ -394,7 +394,7 @@ def _format_first_error(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "missing":
-        return f"{setting} is not set; give it in the spec file or as a flag"
+        return f"{setting} is not set; give the setting in the spec file or as a flag"
     if where == "name":
         return (
             f"--name {value!r} is invalid; use up to 100 letters, digits, '.', '_' and '-', "

@@ -30,7 +30,7 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SearchError(f"--spec {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise SearchError(f"--spec {path}: is not UTF-8 text") from None
+        raise SearchError(f"--spec {path}: is not UTF-8 text; save it as UTF-8") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None

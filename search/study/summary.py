@@ -26,7 +26,7 @@ def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
 
 
 def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
-    """Return a line for each constraint that a finished trial violates: ``model_mb 12.5, not <= 10``."""
+    """Return a line for each constraint that a finished trial violates: ``model_mb 12.5 is not <= 10``."""
     if not spec.constraints or not trial.state.is_finished():
         return []
     if lines := trial.user_attrs.get(VIOLATIONS):

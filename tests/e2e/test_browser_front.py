@@ -95,7 +95,7 @@ def test_the_report_draws_the_pareto_front(page: Page, cli: Cli, two: Front, wid
     keep(page, f"front-{width}-pointed-at")
     out = broken(two)[0]
     front.locator(f'.cross[data-trial="{out}"]').hover(force=True)
-    expect(tooltip).to_contain_text(f"out of bounds: width {two.trials[out].params['width']}, not <= 100")
+    expect(tooltip).to_contain_text(f"out of bounds: width {two.trials[out].params['width']} is not <= 100")
     page.mouse.move(0, 0)
     expect(page.locator("#volume path.best")).to_have_count(1)
     page.emulate_media(color_scheme="dark")

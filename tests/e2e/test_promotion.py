@@ -30,7 +30,7 @@ def promoted(cli: Cli, search: Search) -> str:
 
 def test_the_best_trial_is_promoted_and_the_study_shows_it(cli: Cli, search: Search, promoted: str) -> None:
     best = search.study.best_trial
-    assert promoted.startswith(f"trial {best.number} of {search.name} is models:/{MODEL}@champion (version 1)\n")
+    assert promoted.startswith(f"trial {best.number} of {search.name} is now models:/{MODEL}@champion (version 1)\n")
     assert "unconfirmed: no finalists were trained" in promoted
     line = rf"trial {best.number} is {MODEL}@champion \(version 1\), by \S+@\S+ on .*, unconfirmed \(no finalists"
     assert re.search(f"promoted: {line}", cli("show", search.name))
@@ -66,13 +66,13 @@ def test_a_model_with_other_weights_is_detected(cli: Cli, search: Search) -> Non
     check = serve_check(storage, Tracking(cli.stack.tracking_uri), "end-to-end-swapped/1")
     assert (check.trial, check.recorded_value) == (worst.number, worst.value)
     assert check.recomputed_value == search.study.best_value
-    assert check.mismatch.startswith("it is off by ")
+    assert check.mismatch.startswith("the difference ")
 
 
 def test_a_pruned_trial_is_not_promoted(cli: Cli, search: Search) -> None:
     pruned = search.study.get_trials(states=(TrialState.PRUNED,))[0].number
     output = cli("promote", search.name, "--trial", str(pruned), code=2)
-    assert output.startswith(f"hpsearch: --trial {pruned}: it was pruned (median pruner at epoch"), output
+    assert output.startswith(f"hpsearch: --trial {pruned}: the trial was pruned (median pruner at epoch"), output
     assert output.count("\n") == 1
 
 
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, searc
     said = cli("serve-check", "branching@champion")
     recorded, served = re.findall(r"^(?:recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE)
     assert recorded == served
-    assert "reproduced by the objective's code: the model cannot be exported (GuardOnData" in said
+    assert "reproduced with the objective's code, as the model cannot be exported (GuardOnData" in said
 
 
 WINE = """
@@ -173,7 +173,7 @@ def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, 
         return [model.model_id for model in (outputs.model_outputs if outputs else [])]
 
     assert [len(models(trial)) for trial in range(3)] == [1, 0, 0]
-    assert "it was created now from the best checkpoint" in cli("promote", "worse", "--trial", "1")
+    assert "the model was created from the best checkpoint" in cli("promote", "worse", "--trial", "1")
     assert "created now" not in cli("promote", "worse", "--trial", "1")
     (model,) = models(1)
     assert {m.key: m.value for m in search.client.get_logged_model(model).metrics}["val_accuracy"] == value
@@ -184,5 +184,6 @@ def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, 
     cli("gc", "worse", "--keep-top", "1", "--yes")
     gone = cli("promote", "worse", "--trial", "2", code=2)
     assert (
-        "no model of it (hpsearch gc removed its model and its best checkpoint); promote a trial with a model" in gone
+        "no model of this trial (hpsearch gc removed its model and its best checkpoint); promote a trial with a model"
+        in gone
     )

@@ -71,9 +71,9 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
         refused,
     )
     promoted = cli("promote", NAME, "--prefer", "accuracy >= 0.1 then parameters")
-    number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
+    number = int(re.match(rf"trial (\d+) of {NAME} is now models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
-    assert "unconfirmed: it was not evaluated on the test set" in promoted
+    assert "unconfirmed: the model was not evaluated on the test set" in promoted
     opened = cli("evaluate-test", NAME, "--yes")
     assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
     assert "unconfirmed" not in opened
@@ -93,7 +93,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
         ((*run, "bad", "--directions", "accuracy=maximize,latency=minimize"), "--directions 'latency'"),
         (
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
-            "another spec (directions: ",
+            "other settings (directions: ",
         ),
         (("promote", NAME, "--prefer", "speed"), "'speed' is not valid"),
     ):

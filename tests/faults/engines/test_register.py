@@ -57,7 +57,13 @@ def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> 
     shown = arena.start("top", arena.name, "--once", COLUMNS="120")
     wait_for(lambda: arena.poll_workers() or shown.ended, "hpsearch top")
     said = shown.log.read_text()
-    for part in ("2/2 trials: 2 complete", "0 active workers, 3 gone", "slurm 77_3", "lost", "left: stopped"):
+    for part in (
+        "2/2 trials: 2 complete",
+        "0 active workers, 3 exited or lost",
+        "slurm 77_3",
+        "lost",
+        "exited: stopped",
+    ):
         assert part in said, said
 
 

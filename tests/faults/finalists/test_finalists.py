@@ -175,7 +175,7 @@ def test_other_weights_do_not_open_the_test_set(arena: Arena, study: StoredStudy
     assert "its checksum differs; the test set was not evaluated" in arena.run(*opening, code=2)
     assert read_test_evaluation(study.storage.engine, study.study_id) is None
     said = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
-    assert "unconfirmed by finalists" in said
+    assert "not confirmed by finalists" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)

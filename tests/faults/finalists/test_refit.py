@@ -76,8 +76,8 @@ def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStud
 def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("promote", NAME, "--refit")
     assert "worker logs" not in said, "there is nothing left to train"
-    assert f"the refit, trial {refit.selected_trial} of {MADE}, is models:/{NAME}@champion (version " in said
-    assert "unconfirmed: it was not evaluated on the test set yet" in said
+    assert f"the refit (trial {refit.selected_trial} of {MADE}) is now models:/{NAME}@champion (version " in said
+    assert "unconfirmed: the model was not evaluated on the test set yet" in said
     made = load_study(study.storage, MADE)
     (promotion,) = read_promotions(study.engine, made.study_id)
     assert (promotion.trial_number, promotion.alias) == (refit.selected_trial, "champion")

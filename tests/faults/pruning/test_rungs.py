@@ -94,7 +94,7 @@ def test_a_stopped_study_continues_with_its_waiting_trials(arena: Arena, undistu
     states = {t.number: t.state for t in read_trials(arena.storage_url, arena.name)}
     assert {states[number] for number in waiting} <= {"WAITING"}
     shown = arena.run("show", arena.name)
-    assert "paused at rung 0, epoch 1: rank" in " ".join(shown.split()), shown
+    assert "paused at rung 0, epoch 1, with rank" in " ".join(shown.split()), shown
     arena.run("start", arena.name)
     arena.work(1)
     assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)

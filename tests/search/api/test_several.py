@@ -32,7 +32,7 @@ def test_a_table_has_a_column_for_each_metric(study: Study) -> None:
     ]
     pd.testing.assert_series_equal(frame["value"], frame["values_accuracy"], check_names=False)
     assert frame["values_latency_ms"].tolist() == [4.0, 1.0, 4.5, 0.5, 6.0]
-    assert frame["out_of_bounds"].tolist() == ["", "", "", "model_mb 12, not <= 10", "latency_ms 6, not <= 5"]
+    assert frame["out_of_bounds"].tolist() == ["", "", "", "model_mb 12 is not <= 10", "latency_ms 6 is not <= 5"]
 
 
 def test_list_studies_has_the_size_of_the_pareto_front(study: Study, database_url: str) -> None:

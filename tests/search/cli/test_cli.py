@@ -239,7 +239,7 @@ def test_another_metric_has_its_own_direction() -> None:
 
 def test_a_prompt_without_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    with pytest.raises(SearchError, match="give --yes"):
+    with pytest.raises(SearchError, match="add --yes"):
         confirm("remove it?")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert confirm("remove it?")

@@ -96,7 +96,7 @@ def test_smoke_prints_and_stores_the_curve(capsys) -> None:
     assert losses[0] > 2
     assert losses[-1] < 0.01
     assert 10 < len(losses) < 50
-    assert "passed: 32 samples fitted to below 0.01" in out
+    assert "passed: loss of 32 samples below 0.01" in out
     assert Path("a/smoke.json").exists()
     assert Path("a/smoke.png").exists()
 

@@ -82,7 +82,7 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
     for seeds in (None, 1):
         again, created = make_or_join_refit(study, seeds=seeds)
         assert (again.study_id, created) == (made.study_id, False)
-    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' has 1; remove it to continue"):
+    with pytest.raises(SearchError, match=r"--refit-seeds 3 differs from the refit's 1; remove this option"):
         make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
@@ -111,7 +111,7 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
         SearchError, match=r"--refit: the winner of study 's' has no refit yet; train it with .*--refit"
     ):
         choose_candidate(study, trial=None, unconfirmed=False, refit=True)
-    with pytest.raises(SearchError, match="--unconfirmed is not available with --refit"):
+    with pytest.raises(SearchError, match="--unconfirmed and --refit exclude each other"):
         choose_candidate(study, trial=None, unconfirmed=True, refit=True)
     with pytest.raises(SearchError, match="--refit-seeds 2 is even; give an odd number"):
         make_or_join_refit(study, seeds=2)
@@ -135,5 +135,5 @@ def test_a_refit_selects_the_run_with_the_median_training_loss(
     train_runs(made, losses[2:])
     found = tabulate_refit(made)
     assert (found.losses, found.selected_trial, found.pending) == (tuple(losses), taken, 0)
-    marked = [number for number, line in enumerate(format_refit(made, found)) if "the median, selected" in line]
+    marked = [number for number, line in enumerate(format_refit(made, found)) if "selected as the median" in line]
     assert marked == ([] if taken is None else [taken])

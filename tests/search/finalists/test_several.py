@@ -23,7 +23,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
 
 BOUND = {"constraints": {"latency_ms": "<= 10"}}
-OUT = "latency_ms 20, not <= 10"
+OUT = "latency_ms 20 is not <= 10"
 
 # 1, 2, 0 and 5 are the Pareto front. 5 has the parameters of 0, and only 5 dominates 6.
 TRIALS = [
@@ -151,15 +151,17 @@ def test_a_finalist_without_values_for_all_seeds_is_not_on_the_pareto_front(stud
 def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy) -> None:
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.is_decided) == ((), None, False)
-    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 2 new seeds"]
-    assert why(study, 0) == "the finalists have no winner: none has values for all seeds"
+    assert format_confirmation(study) == [
+        "finalists: no winner, because no finalist has a value for each of 2 new seeds"
+    ]
+    assert why(study, 0) == "the finalists have no winner: none has a value for each seed"
 
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match="no finalist of 's' dominates all others; choose from 0, 2 with --trial"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
         choose_candidate(study, trial=None, unconfirmed=False)
-    with pytest.raises(SearchError, match="choose from 0, 2"):
+    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
         choose_candidate(study, trial=1, unconfirmed=False)
     for trial in (0, 2):
         candidate = choose_candidate(study, trial=trial, unconfirmed=False)
@@ -171,10 +173,10 @@ def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: Store
 def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
     assert why(study, 0) == "no finalists were trained"
     confirm(study, trials=2)
-    assert why(study, 0) == "the finalists have no winner: 4 of their runs have not ended"
+    assert why(study, 0) == "the finalists have no winner: 4 unfinished runs"
     confirm(study)
     assert why(study, 1) == "the winner among the finalists is trial 0 or 2"
-    assert why(study, 0) == why(study, 2) == "it was not evaluated on the test set"
+    assert why(study, 0) == why(study, 2) == "the model was not evaluated on the test set"
     opening = record_test_evaluation(
         study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
     )
@@ -186,9 +188,9 @@ def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
 
 def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose from 0, 2 with --trial"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None)
-    with pytest.raises(SearchError, match="choose from 0, 2"):
+    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None, trial=1)
     made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
@@ -197,7 +199,7 @@ def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     train_runs(made, [0.3, 0.1, 0.2], value=[0.9, 1.0])
     _, found = read_refit(study, 2)
     assert (found.selected_trial, found.search_trial) == (2, 2)
-    assert why(made, 2) == "it was not evaluated on the test set yet"
+    assert why(made, 2) == "the model was not evaluated on the test set yet"
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):
         read_refit(study, 0)
 
@@ -226,7 +228,7 @@ def test_prefer_uses_the_means_of_finalists(study: StoredStudy, say: Say) -> Non
     with pytest.raises(SearchError) as error:
         select_preferred(study, "accuracy >= 0.95")
     assert str(error.value) == (
-        "--prefer 'accuracy >= 0.95': no trial of the front matches; the nearest are trial 0 (accuracy 0.91, "
+        "--prefer 'accuracy >= 0.95': no Pareto-optimal trial matches; the nearest are trial 0 (accuracy 0.91, "
         "latency_ms 5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
     )
     assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
@@ -266,7 +268,7 @@ def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> Non
 
 
 def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
-    with pytest.raises(SearchError, match="has one metric, accuracy; remove it, or give --trial"):
+    with pytest.raises(SearchError, match="has one metric, accuracy; replace --prefer by --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
     with pytest.raises(SearchError, match=r"has no trial to select: all complete trials .* --infeasible"):

@@ -67,7 +67,7 @@ def test_new_splits_give_an_expected_test_score(study: StoredStudy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("test", "where"), [(0.84, "within"), (0.5, "below the expected"), (0.99, "above the expected")]
+    ("test", "where"), [(0.84, "within the expected"), (0.5, "below the expected"), (0.99, "above the expected")]
 )
 def test_the_test_score_is_compared_with_the_expected_one(study: StoredStudy, test: float, where: str) -> None:
     chosen, _ = create_or_join(study, top=3, seeds=2)
@@ -93,14 +93,14 @@ def test_fixed_splits_are_mentioned(study: StoredStudy) -> None:
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
     lines = format_confirmation(study)
     assert "on 2 new seeds" in lines[0]
-    assert lines[1].endswith("so that only the seeds are new")
+    assert lines[1].endswith("test split that depends on the other splits")
 
 
 def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "error": None})
     assert (table(study).winner, table(study).expected_score) == (3, None)
-    assert "no prediction interval: the error from the validation samples is unknown" in format_confirmation(study)
+    assert "no prediction interval: the sampling error of the validation data is unknown" in format_confirmation(study)
 
 
 def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study: StoredStudy) -> None:
@@ -140,7 +140,9 @@ def test_no_winner_without_a_complete_finalist(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     train(chosen, lambda *_: None)
     assert table(study).winner is None
-    assert format_confirmation(study) == ["finalists: no winner, none has a value for each of 1 new seed"]
+    assert format_confirmation(study) == [
+        "finalists: no winner, because no finalist has a value for each of 1 new seed"
+    ]
 
 
 def test_ties_and_unknown_spreads_are_mentioned(study: StoredStudy) -> None:
@@ -149,7 +151,7 @@ def test_ties_and_unknown_spreads_are_mentioned(study: StoredStudy) -> None:
     found = table(study)
     assert (found.winner, found.tie, found.get_row(1).spread) == (1, (3,), None)
     lines = format_confirmation(study)
-    assert "tied with trial 3, equal values; the lower trial number wins" in lines
+    assert "tied with trial 3 (equal values); the lower trial number wins" in lines
     assert "with one seed the standard deviation is unknown, and a difference may be due to chance" in lines
 
 

@@ -93,10 +93,10 @@ def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Trac
 
 def test_promoting_a_trial_that_is_not_complete_is_an_error(tracked: Tracked) -> None:
     states = {
-        TrialState.PRUNED: r"it was pruned \(why\); promote a complete trial, such as 1",
-        TrialState.FAIL: r"it failed \(why\); promote",
-        TrialState.RUNNING: "it is still running; promote",
-        TrialState.WAITING: "it has not been run yet; promote",
+        TrialState.PRUNED: r"the trial was pruned \(why\); give a complete trial, such as 1",
+        TrialState.FAIL: r"the trial failed \(why\); give",
+        TrialState.RUNNING: "the trial is still running; give",
+        TrialState.WAITING: "the trial has not been run yet; give",
     }
     for number, (state, said) in enumerate(states.items(), len(tracked.stored.trials())):
         trial = create_trial(state=state, user_attrs={"hpsearch:reason": "why"} if state.is_finished() else {})
@@ -110,7 +110,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
     own_tracked.storage.import_trials(
         own_tracked.stored.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)]
     )
-    with pytest.raises(SearchError, match=r"^--trial 4: it is infeasible \(NaN\)"):
+    with pytest.raises(SearchError, match=r"^--trial 4: the trial is infeasible \(NaN\)"):
         promote(own_tracked.stored, own_tracked.tracking, trial=4)
     with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has the trials 0 to 4$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=9)
@@ -120,12 +120,12 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
         (
             TRACKING,
             "pending: records not yet sent from host",
-            r"no model of it yet \(pending: .* host\); send it with .* sync s-",
+            r"no model of this trial yet \(pending: .* host\); send the model with .* sync s-",
         ),
         (
             REMOVED_BY,
             "hpsearch gc removed it",
-            r"no model of it \(hpsearch gc removed it\); promote a trial with a model$",
+            r"no model of this trial \(hpsearch gc removed it\); promote a trial with a model$",
         ),
     ):
         links.set_attr_of_trials([trial_id], key, value)
@@ -140,7 +140,9 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
 def test_finalists_are_promoted_through_their_search(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
-    with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}'; promote it with .*promote"):
+    with pytest.raises(
+        SearchError, match=rf"holds the finalists of '{tracked.name}'; promote the winner with .*promote"
+    ):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
 
@@ -280,7 +282,7 @@ def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) ->
     refresh_evidence(tracked.stored, tracked.tracking)
     assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the winner among the finalists is trial 2"
     done = promote(tracked.stored, tracked.tracking)
-    assert (done.trial, done.unconfirmed_reason) == (2, "it was not evaluated on the test set")
+    assert (done.trial, done.unconfirmed_reason) == (2, "the model was not evaluated on the test set")
     (name,) = read_finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     opening = record_test_evaluation(
         tracked.storage.engine,
@@ -313,7 +315,7 @@ def test_a_test_score_without_finalists_does_not_confirm_a_promotion(tracked: Tr
     assert promote(tracked.stored, tracked.tracking).unconfirmed_reason == "no finalists were trained"
     train_finalists(tracked, [1, 2], winner=1)
     done = promote(tracked.stored, tracked.tracking)
-    assert done.unconfirmed_reason == "it was evaluated on the test set without finalists"
+    assert done.unconfirmed_reason == "the model was evaluated on the test set before it won among finalists"
 
 
 def test_an_ended_promotion_stays_ended(tracked: Tracked) -> None:

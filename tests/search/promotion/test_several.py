@@ -28,7 +28,7 @@ from tests.search.promotion.support import Left, Tracked, unregister
 
 pytestmark = pytest.mark.xdist_group("several promoted")  # the tests share a registry and a model name
 
-OUT = "latency_ms 20, not <= 10"
+OUT = "latency_ms 20 is not <= 10"
 
 # Trials 0 and 1 are the Pareto front; 2 is better than both in one metric, but infeasible; 3 was pruned.
 VALUES = [[0.9, 5.0], [0.95, 9.0], [0.99, 20.0], None]
@@ -88,7 +88,7 @@ def test_the_only_trial_of_a_pareto_front_is_promoted_by_default(several: Tracke
 def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None:
     with pytest.raises(SearchError) as error:
         promote(several.stored, several.tracking, trial=2)
-    assert str(error.value) == (f"--trial 2 is infeasible ({OUT}); promote another, or add --infeasible")
+    assert str(error.value) == (f"--trial 2 is infeasible ({OUT}); add --infeasible to promote it")
     assert several.promotion_rows() == []
     assert promote(several.stored, several.tracking, trial=2, infeasible=True).trial == 2
 
@@ -96,9 +96,11 @@ def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None
 def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: Tracked) -> None:
     stored, engine = several.stored, several.storage.engine
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match="choose from 1, 0 with --trial"):
+    with pytest.raises(SearchError, match=r"give --trial \(1, 0\)"):
         choose_candidate(stored, trial=None, unconfirmed=False)
-    assert promote(stored, several.tracking, trial=0).unconfirmed_reason == "it was not evaluated on the test set"
+    assert (
+        promote(stored, several.tracking, trial=0).unconfirmed_reason == "the model was not evaluated on the test set"
+    )
     (finalists,) = read_finalist_studies(engine, stored.study_id)
     candidate = choose_candidate(stored, trial=None, unconfirmed=False)
     assert (candidate.trial.number, candidate.finalists) == (0, finalists)
@@ -121,7 +123,7 @@ def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: 
 def test_the_test_set_does_not_open_for_a_dominated_promoted_trial(several: Tracked) -> None:
     promote(several.stored, several.tracking, trial=2, infeasible=True)
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match="choose from 1, 0 with --trial"):
+    with pytest.raises(SearchError, match=r"give --trial \(1, 0\)"):
         choose_candidate(several.stored, trial=None, unconfirmed=False)
     refresh_evidence(several.stored, several.tracking)
     assert several.version("champion").tags["hpsearch.unconfirmed"] == "the winner among the finalists is trial 1 or 0"

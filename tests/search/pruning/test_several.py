@@ -71,7 +71,7 @@ def test_ties_keep_the_earlier_trial_and_decisions_are_repeatable(
 
 def test_an_unfilled_rung_promotes_no_trial(database_url: str) -> None:
     search = Search(database_url, spec(directions=WAYS, pruner={**HALVING, "bootstrap_count": 2}))
-    assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith("which promotes none of the first 2")
+    assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith("where the first 2 are pruned (bootstrap_count)")
     assert search.report(search.ask(), 1, [0.8, 0.5]).prune
     assert not search.report(search.ask(), 1, [0.95, 0.4]).prune
 
@@ -107,7 +107,7 @@ def test_a_threshold_must_name_a_reported_metric() -> None:
 
 
 ONE = {"metric": "accuracy", "direction": "maximize"}
-OUT = "out of bounds: parameters 200, not <= 100, which training does not change"
+OUT = "out of bounds: parameters 200 is not <= 100; training cannot change this"
 
 
 @pytest.mark.parametrize("metrics", [{"directions": WAYS}, ONE], ids=["several", "one"])

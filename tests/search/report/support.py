@@ -71,6 +71,6 @@ TRIALS = (
     trial(0, (0.9, 4.0)),
     trial(1, (0.7, 1.0)),
     trial(2, (0.6, 4.5)),
-    trial(3, (0.95, 0.5), broken=["model_mb 12, not <= 10"], over={"model_mb": 2.0, "latency_ms": -4.5}),
+    trial(3, (0.95, 0.5), broken=["model_mb 12 is not <= 10"], over={"model_mb": 2.0, "latency_ms": -4.5}),
     trial(4, (0.5, 6.0), TrialState.PRUNED, over={"model_mb": -1.0, "latency_ms": 1.0}),
 )

@@ -58,7 +58,7 @@ def test_trials_are_sorted_by_pareto_fronts_and_infeasible_ones_are_last(study: 
 
 def test_violated_constraints_are_shown_also_for_trials_pruned_while_waiting(study: StoredStudy) -> None:
     violations = [list_violations(study.spec, each) for each in study.trials()]
-    assert violations == [[], [], [], ["model_mb 12, not <= 10"], ["latency_ms 6, not <= 5"]]
+    assert violations == [[], [], [], ["model_mb 12 is not <= 10"], ["latency_ms 6 is not <= 5"]]
 
 
 def test_the_hypervolume_history_ends_at_that_of_the_pareto_front(study: StoredStudy) -> None:
@@ -97,21 +97,21 @@ def test_each_metric_has_its_own_importances(storage: PostgresStorage) -> None:
 
 
 def test_a_better_infeasible_trial_is_marked_and_not_the_best(storage: PostgresStorage, tmp_path: Path) -> None:
-    trials = [trial(0, (0.8,)), trial(1, (0.9,), broken=["model_mb 12, not <= 10"]), trial(2, (0.7,))]
+    trials = [trial(0, (0.8,)), trial(1, (0.9,), broken=["model_mb 12 is not <= 10"]), trial(2, (0.7,))]
     made = study_of(storage, trials, ways={"accuracy": "maximize"}, constraints={"model_mb": "<= 10"})
     page, data = page_of(made, tmp_path)
     assert "Trial 0 is the best of 3 trials: validation accuracy 0.8000." in page
-    assert '<span class="broken" title="model_mb 12, not &lt;= 10">out of bounds</span>' in page
+    assert '<span class="broken" title="model_mb 12 is not &lt;= 10">out of bounds</span>' in page
     assert (data["chosen"], data["best"], data["front"]) == (0, [[0, 0.8]], None)
     assert [value for _, value, *_ in data["epoch_usage"]["best"]] == [0.4, 0.8]
-    assert [t["broken"] for t in data["trials"]] == [[], ["model_mb 12, not <= 10"], []]
-    assert "complete, but out of bounds: model_mb &lt;= 10" in page
+    assert [t["broken"] for t in data["trials"]] == [[], ["model_mb 12 is not <= 10"], []]
+    assert "complete trials that violate model_mb &lt;= 10" in page
 
 
 def test_the_heading_mentions_that_all_trials_are_infeasible(storage: PostgresStorage, tmp_path: Path) -> None:
-    made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9, not <= 5"])], constraints=BOUNDS)
+    made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9 is not <= 5"])], constraints=BOUNDS)
     page, _ = page_of(made, tmp_path)
-    assert "No complete trial is within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
+    assert "No complete trial satisfies the constraints latency_ms &lt;= 5 and model_mb &lt;= 10." in page
     assert 'id="front"' in page, "which shows how far they are"
     assert 'id="on-front"' not in page
 

@@ -77,7 +77,7 @@ def test_names_of_users_are_escaped_and_the_data_are_valid_json(page: str) -> No
         ),
         (
             "one trial",
-            ["Trial 0, the only one so far: validation accuracy 0.5000", "Shown with two or more complete trials"],
+            ["Trial 0, the only trial so far: validation accuracy 0.5000", "Shown with two or more complete trials"],
         ),
         ("failures alone", ["No trial is complete yet. Last failure: trial 1: ", "2 failed"]),
         ("nothing yet", ["No trial is complete yet.", "0 / 9"]),

@@ -43,7 +43,7 @@ def test_the_table_has_a_column_for_each_metric(study: StoredStudy) -> None:
 def test_a_trial_has_its_values_by_epoch_and_its_violated_constraints(study: StoredStudy) -> None:
     lines = [line.split() for line in lines_of(lambda console: print_trial(console, study, 4))]
     assert ["values", "accuracy", "0.5,", "latency_ms", "6", "(last", "epoch)"] in lines
-    assert ["bounds", "violated:", "latency_ms", "6,", "not", "<=", "5"] in lines
+    assert ["bounds", "violated:", "latency_ms", "6", "is", "not", "<=", "5"] in lines
     at = lines.index(["epoch", "accuracy", "latency_ms"])
     assert lines[at + 1 : at + 3] == [["1", "0.25", "12"], ["2", "0.5", "6"]]
 
@@ -51,7 +51,7 @@ def test_a_trial_has_its_values_by_epoch_and_its_violated_constraints(study: Sto
 def test_top_prints_the_pareto_front_also_as_json(study: StoredStudy) -> None:
     standing = read_status(study)
     shown = " ".join(" ".join(lines_of(lambda console: console.print(render_status(standing, None)))).split())
-    assert "best accuracy 0.9 (trial 0), 2 on the front" in shown
+    assert "best accuracy 0.9 (trial 0), 2 on the Pareto front" in shown
     data = json.loads(standing.to_json())
     assert data["directions"] == {"accuracy": "maximize", "latency_ms": "minimize"}
     assert data["front"][1] == {"trial": 1, "values": {"accuracy": 0.7, "latency_ms": 1.0}}

@@ -55,8 +55,8 @@ def test_the_sampler_is_the_registered_class_with_the_seed_of_the_trial(cached: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"arguments": {"shear": 1}}, "sampler.arguments: Half rejects them"),
-        ({"sampler_class": "Third"}, "sampler.sampler_class is 'Third': choose from Half"),
+        ({"arguments": {"shear": 1}}, "sampler.arguments: Half rejects these arguments"),
+        ({"sampler_class": "Third"}, "sampler.sampler_class is 'Third'; choose from Half"),
     ],
 )
 def test_incompatible_samplers_are_an_error(cached: Path, options: dict, words: str) -> None:

@@ -82,7 +82,7 @@ def test_a_registered_pruner_decides_with_a_reason() -> None:
             "sampler.point: toy_steady has no such option; did you mean 'points'?",
         ),
         ({"sampler": {"name": "toy_steady", "points": 0}}, "sampler.points is 0: it must be at least 1"),
-        ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: toy_second has no such option; it has no options"),
+        ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: toy_second has no such option; remove pruner.x"),
     ],
 )
 def test_messages_list_registered_samplers_and_pruners(change: dict[str, Any], message: str) -> None:

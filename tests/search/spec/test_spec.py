@@ -66,7 +66,7 @@ def test_defaults_are_stored() -> None:
         ({"version": 9}, ["version", "9", "version 1"]),
         ({"sampler": {"name": "tpee"}}, ["sampler", "'tpee'", "'tpe'"]),
         ({"sampler": {"name": "tpe", "n_startup": 3}}, ["sampler.n_startup", "'n_startup_trials'"]),
-        ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "no options"]),
+        ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "no such option; remove sampler.x"]),
         ({"sampler": {"name": "tpe", "n_startup_trials": "auto"}}, ["sampler.n_startup_trials", "'auto'", "integer"]),
         ({"pruner": {"name": "hyperband", "max_resource": "auto"}}, ["pruner.max_resource", "'auto'", "integer"]),
         ({"sampler": {"name": "grid"}}, ["sampler.search_space is not set"]),
@@ -80,7 +80,7 @@ def test_defaults_are_stored() -> None:
             {"sampler": {"name": "grid", "search_space": {c: list(range(9)) for c in "abcdef"}}},
             ["531441 points", "100000"],
         ),
-        ({"sampler": {"name": "nsga2"}}, ["population_size 50", "24 trials", "lower it"]),
+        ({"sampler": {"name": "nsga2"}}, ["population_size 50", "24 trials", "lower the option"]),
         ({"sampler": {"name": "nsga3", "population_size": 1}}, ["sampler.population_size is 1", "at least 2"]),
         (
             {"sampler": {"name": "cmaes", "with_margin": True, "lr_adapt": True}},
@@ -93,7 +93,10 @@ def test_defaults_are_stored() -> None:
         ({"pruner": {"name": "patient", "patience": -1}}, ["pruner.patience is -1", "at least 0"]),
         ({"pruner": {"name": "patient", "min_delta": -0.1}}, ["pruner.min_delta is -0.1", "at least 0"]),
         ({"pruner": {"name": "patient", "wrapped": {"name": "medan"}}}, ["pruner.wrapped", "'medan'", "'median'"]),
-        ({"pruner": {"name": "patient", "wrapped": {"name": "asha"}}}, ["pruner", "asha pauses", "wrap another"]),
+        (
+            {"pruner": {"name": "patient", "wrapped": {"name": "asha"}}},
+            ["pruner", "asha, which pauses", "wrap another"],
+        ),
         (
             {"pruner": {"name": "patient", "wrapped": {"name": "successive_halving", "min_resource": 99}}},
             ["min_resource 99", "epochs 12"],
@@ -102,7 +105,10 @@ def test_defaults_are_stored() -> None:
         ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
-        ({"pruner": {"name": "asha", "min_resource": 12}}, ["min_resource 12", "epochs 12", "lower it"]),
+        (
+            {"pruner": {"name": "asha", "min_resource": 12}},
+            ["min_resource 12", "epochs 12", "lower pruner.min_resource"],
+        ),
         ({"sampler": {"name": "freeze_thaw", "random_fraction": True}}, ["sampler.random_fraction", "true", "number"]),
         ({"sampler": {"name": "freeze_thaw", "random_fraction": 1.5}}, ["sampler.random_fraction", "1.5", "at most 1"]),
         ({"pruner": {"name": "asha", "min_complete": 0}}, ["pruner.min_complete is 0", "at least 1"]),
@@ -205,7 +211,7 @@ def test_trials_pause_at_rungs_below_the_last_epoch(options: dict[str, int], run
 
 def test_a_trial_of_one_epoch_is_never_paused() -> None:
     assert parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha"}}).pruner.get_rung_schedule(1) is None
-    with pytest.raises(SearchError, match="min_resource 2 is not below epochs 1"):
+    with pytest.raises(SearchError, match="min_resource 2 is not below --epochs 1"):
         parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha", "min_resource": 2}})
 
 

@@ -20,7 +20,7 @@ from tests.factories import BASE
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tensorboard": ""}, "--tensorboard '' is not usable (it is empty); give a folder"),
+        ({"tensorboard": ""}, "--tensorboard '' is not usable (the name is empty); give a folder"),
         (
             {"tensorboard": "s3://b"},
             "--tensorboard 's3://b' is not usable (object stores cannot append to files); give",

@@ -61,7 +61,7 @@ def test_models_beyond_the_best_are_removed_with_their_files(
     assert files_of(stack, own_tracked, 1) == {"config.yaml", "best.pt"}
     assert find(own_tracked, tmp_path) == []
     again = load_study(open_storage(database_url, application_name="another process"), own_tracked.stored.spec.name)
-    with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
+    with pytest.raises(SearchError, match=r"MLflow has no model of this trial \(hpsearch gc removed its model"):
         promote(again, own_tracked.tracking, trial=2)
     with pytest.raises(
         SearchError, match=r"trial 2 were deleted \(hpsearch gc removed .*the test set was not evaluated"

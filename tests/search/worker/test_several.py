@@ -63,7 +63,7 @@ class Kinds(LoopObjective):
 
 SEVERAL = {"directions": {"score": "maximize", "cost": "minimize"}}
 BOUNDS = {"constraints": {"parameters": "<= 100", "cost": "<= 50"}}
-OUT = "cost 60, not <= 50"
+OUT = "cost 60 is not <= 50"
 
 Ran = Callable[..., Study]
 
@@ -107,12 +107,12 @@ def test_outcomes_of_multi_objective_trials(ran: Ran, stack: StackInfo, database
     assert "metric 'cost' is required by the study but not reported" in reason(silent)
     assert "\n" not in reason(silent)
     assert large.intermediate_values.keys() == {0, 1, 2}, "without a pruner it is trained to its end"
-    assert reason(large) == "best score 0.55 at epoch 2; out of bounds: parameters 200, not <= 100"
+    assert reason(large) == "best score 0.55 at epoch 2; out of bounds: parameters 200 is not <= 100"
     assert reason(costly) == f"best score 0.55 at epoch 2; out of bounds: {OUT}"
     assert (reason(nan), nan.user_attrs[INFEASIBLE], nan.values) == ("cost is nan at epoch 2", True, None)
     assert [trial.user_attrs.get(VIOLATIONS) for trial in (good, large, costly)] == [
         None,
-        ["parameters 200, not <= 100"],
+        ["parameters 200 is not <= 100"],
         [OUT],
     ]
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
@@ -145,7 +145,7 @@ def test_constant_metrics_are_known_after_one_epoch(ran: Ran) -> None:
     large, costly, good = study.trials
     assert large.state == TrialState.PRUNED
     assert reason(large) == (
-        "asha pruner at epoch 1 of 3: out of bounds: parameters 200, not <= 100, which training does not change"
+        "asha pruner at epoch 1 of 3: out of bounds: parameters 200 is not <= 100; training cannot change this"
     )
     assert large.intermediate_values.keys() == {0}
     assert large.values == [0.5, 10.0]
@@ -161,7 +161,7 @@ def test_one_metric_with_constraints(ran: Ran) -> None:
     assert [trial.values for trial in study.trials] == [[0.55], [pytest.approx(0.35)], [0.55]]
     assert reason(costly).endswith(f"; out of bounds: {OUT}")
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
-    assert large.user_attrs[VIOLATIONS] == ["parameters 200, not <= 100"]
+    assert large.user_attrs[VIOLATIONS] == ["parameters 200 is not <= 100"]
     assert [trial.number for trial in rank_trials(study.trials, (True,))] == [small.number]
     stored, summary = study._stored, study.summary()
     assert (summary.best, summary.out_of_bounds) == (small, 2), "though others are better"

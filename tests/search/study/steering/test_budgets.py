@@ -89,8 +89,8 @@ def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, sto
         (["--budget-epochs", "0"], ["--budget-epochs"]),
         (["--budget-epochs", "nan"], ["--budget-epochs 'nan'", "+N"]),
         (["--budget-seconds", "+5"], ["--budget-seconds", "without a budget in seconds"]),
-        (["--budget-epochs", "+5", "--trials", "+5"], ["one budget at a time"]),
-        ([], ["one budget at a time"]),
+        (["--budget-epochs", "+5", "--trials", "+5"], ["exactly one budget"]),
+        ([], ["exactly one budget"]),
     ],
 )
 def test_a_wrong_budget_is_rejected_and_changes_nothing(

@@ -54,7 +54,7 @@ def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
     take(claims)  # trial 0 is promoted
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in shown
-    assert "paused at rung 0, epoch 1: rank 3 of 3 then" in shown
+    assert "paused at rung 0, epoch 1, with rank 3 of 3" in shown
     stored = load_study(storage, "s")
     assert "- rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in study_note(stored, summarise(stored)).splitlines()
     while isinstance(claims.claim(), PrunedTrial):

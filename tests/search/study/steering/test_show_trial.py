@@ -45,7 +45,7 @@ def test_show_trial_prints_all_about_a_trial(say: Say, claims: Claims, storage: 
 
 def test_show_trial_prints_why_a_trial_waits(say: Say, claims: Claims, study: optuna.Study) -> None:
     study.enqueue_trial({"width": 16})
-    assert "enqueued: no worker has claimed it yet" in say("show", "s")
+    assert "enqueued: no worker has claimed the trial yet" in say("show", "s")
     claims.finish_attempt(take(claims), Outcome.RELEASED)
     waits = "attempt 1 was released by its worker; a free worker resumes the trial next"
     assert waits in say("show", "s")

@@ -33,7 +33,7 @@ def test_a_started_study_continues(say: Say, claims: Claims, stored) -> None:
     assert "was not stopped" in say("start", "s")
     assert STOPPED not in stored.attrs
     stop_study(stored)
-    assert "started s, which was stopped by " in say("start", "s")
+    assert "started s again; it was stopped by " in say("start", "s")
     claim = take(claims)
     assert not claims.report(claim, 0, 0.5).is_stopped
     assert start_study(stored) is None
