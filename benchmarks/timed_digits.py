@@ -18,7 +18,7 @@ from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.trial_session import TrialSession
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.mlflow import model
+from hpsearch.storage.mlflow import model_export
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
 
@@ -38,7 +38,7 @@ def watch() -> Laps:
         (Trainer, "_epoch", "training"),
         (Trainer, "_finish", "judging the best weights"),
         (Sender, "flush", "waiting for MLflow at the end"),
-        (model, "export_model", "exporting the model"),
+        (model_export, "export_model", "exporting the model"),
         (hpsearch.search.worker.attempt, "suggest", "suggesting"),
         (hpsearch.search.worker.loop.Worker, "_wait", "waiting for others"),
         (hpsearch.search.worker.lifecycle, "close_if_spent", "closing the study"),

@@ -44,7 +44,7 @@ PACKAGES = (
     "objectives.training.strategies",
     "objectives.objective",
     *("objectives.training.session", "objectives.training.ranked_session"),
-    *("objectives.training.exportable", "objectives.training.result"),
+    *("objectives.training.serving_module", "objectives.training.result"),
     "objectives.training.loop",
     "objectives.training.reports",
     "objectives.training.trainer",

@@ -13,10 +13,10 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.exportable import build_example
-from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
+from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import FitResult, RunResult
+from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import Curve, Session
 from hpsearch.objectives.training.trainer import Trainer
 

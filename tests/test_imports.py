@@ -21,7 +21,7 @@ FORBIDDEN = {
     "search": set[str](),
 }
 # Only the code that writes a model for MLflow may import torch in `storage`.
-KNOW_TORCH = {"storage/mlflow/model.py"}
+KNOW_TORCH = {"storage/mlflow/model_export.py"}
 TORCH = {"torch", "torchmetrics"}
 # Only code for the machine with the services may import packages of the extra `server`.
 ON_SERVERS = {"storage/dashboard.py"}

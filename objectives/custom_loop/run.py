@@ -25,7 +25,6 @@ from hpsearch.objectives.errors import (
     wrap_user_errors,
 )
 from hpsearch.objectives.training.evaluation.step import bind_forward
-from hpsearch.objectives.training.exportable import make_exportable
 from hpsearch.objectives.training.loop.epoch import require_same_run
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.reports.report import format_image, format_value, list_custom_settings, write_sections
@@ -37,6 +36,7 @@ from hpsearch.objectives.training.reproducibility.environment import (
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel, RunResult
+from hpsearch.objectives.training.serving_module import make_exportable
 from hpsearch.objectives.training.session import Verdict
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.evaluation.step import ForwardCall
-from hpsearch.objectives.training.exportable import Example, make_exportable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.serving_module import Example, make_exportable
 from hpsearch.objectives.training.session import Curve, Verdict
 
 Status = Literal["completed", "pruned", "stopped"]

@@ -14,12 +14,11 @@ import torch
 from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, suggest_names, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
-from hpsearch.objectives.training.exportable import build_example
 from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
 from hpsearch.objectives.training.loop.guards import NonFiniteError, translate_torch_errors
-from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.loop.measure_model import get_peak_memory, reset_peak_memory, unwrap_model
+from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
 from hpsearch.objectives.training.loop.step_functions import get_forward_call
@@ -30,6 +29,7 @@ from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import enable_repeatable_cublas, make_reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, derive_status
+from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import Curve, LocalSession, MidEpochAction, Session, Verdict
 
 if TYPE_CHECKING:

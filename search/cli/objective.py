@@ -129,7 +129,7 @@ def train(
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-    from hpsearch.objectives.training.loop.instruments import NO_INSTRUMENTS, Instruments
+    from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
 

@@ -69,7 +69,7 @@ def worker(
             "--final-exit-code",
             min=0,
             max=125,
-            help="Exit code instead of 2 (invalid setting) and 3 (every trial fails), to prevent restarts by an engine",
+            help="Exit code to use instead of 2 (invalid setting) or 3 (every trial fails), to prevent restarts",
         ),
     ] = None,
     options: o.WorkerOptions,

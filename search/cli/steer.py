@@ -34,7 +34,7 @@ def stop(
     before, running = study.stop(), count_running(study._stored)
     typer.echo(f"{name} was already stopped {before}" if before else f"stopped {name}")
     if running:
-        typer.echo(f"running trials: {running}; each is released after its current epoch")
+        typer.echo(f"running trials: {running}; each stops after its current epoch and can be resumed")
     if wait:
         study.stop(wait=True)
     typer.echo(f"resume with: {format_command('start', name)}")
@@ -154,7 +154,7 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 def gc(
     name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
     *,
-    keep_top: Annotated[int, typer.Option("--keep-top", min=1, metavar="K", help="Best trials that keep a model")] = 5,
+    keep_top: Annotated[int, typer.Option("--keep-top", min=1, metavar="K", help="Number of models to keep")] = 5,
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:

@@ -202,7 +202,7 @@ class StudySpec(Options):
         default=5,
         ge=1,
         le=MAX_TRIALS,
-        description="With --models top: number of best trials that keep a model, determined when a trial ends",
+        description="With --models top: a trial keeps a model if it is among this number of best trials when it ends",
     )
     tensorboard: Annotated[str | None, BeforeValidator(_resolve_folder)] = Field(
         default=None,

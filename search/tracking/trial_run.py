@@ -27,8 +27,8 @@ from hpsearch.search.tracking.tracker import Tracker, make_pruning_tags
 from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
-from hpsearch.storage.mlflow import model, tag_names
-from hpsearch.storage.mlflow.model import write_checkpoint_model
+from hpsearch.storage.mlflow import model_export, tag_names
+from hpsearch.storage.mlflow.model_export import write_checkpoint_model
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.finishing import Outcome
 
@@ -52,7 +52,7 @@ def write_model(
         Exception: ``torch.export`` failed, and there is no checkpoint.
     """
     try:
-        model.export_model(*exported(), folder)
+        model_export.export_model(*exported(), folder)
         return {}
     except Exception as error:  # torch.export raises errors of many types
         if isinstance(error, OSError) or checkpoint is None:

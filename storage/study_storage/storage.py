@@ -319,7 +319,7 @@ class PostgresStorage(BaseStorage):
         """
         with self._lock:
             if trial_id in self._deferred:
-                raise RuntimeError(f"the writes of trial id {trial_id} are deferred already")
+                raise RuntimeError(f"batch_writes cannot be nested; it is active for trial id {trial_id}")
             deferred = self._deferred[trial_id] = Batch()
         try:
             yield deferred

@@ -17,11 +17,11 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFunction
-from hpsearch.objectives.training.exportable import build_example, make_exportable
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function, get_forward_call
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel
+from hpsearch.objectives.training.serving_module import build_example, make_exportable
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective

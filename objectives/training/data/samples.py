@@ -58,7 +58,7 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
                     raise ObjectiveError(f"collate fails at sample {name}{at}: {format_user_error(cause)}") from cause
         first = get_first_line(error)
         raise ObjectiveError(
-            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass collate=, which makes a batch"
+            f"samples {names[0]} to {names[-1]} cannot be collated ({first}); pass a function as collate="
         ) from error
 
 

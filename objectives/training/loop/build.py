@@ -42,7 +42,8 @@ from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 from hpsearch.objectives.training.reproducibility.environment import describe_environment, read_git_diff
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve
-from hpsearch.objectives.training.strategies.base import DDPStrategy, Strategy
+from hpsearch.objectives.training.strategies.base import Strategy
+from hpsearch.objectives.training.strategies.ddp import DDPStrategy
 from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}

@@ -13,8 +13,8 @@ from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import Failure, TrialOutcomes
 from hpsearch.storage.journals.journal import Cursor, JournalEntry
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
-from hpsearch.storage.trackers.tensorboard import files as events
-from hpsearch.storage.trackers.tensorboard.files import EventFiles
+from hpsearch.storage.trackers.tensorboard import event_files as events
+from hpsearch.storage.trackers.tensorboard.event_files import EventFiles
 
 _OWNER_FILE = ".study"  # name of a file in the study's folder that contains the identifier of the study
 

@@ -14,7 +14,7 @@ from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.step import Step
-from hpsearch.objectives.training.exportable import make_exportable
+from hpsearch.objectives.training.serving_module import make_exportable
 from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
 
 VARIANTS = (

@@ -41,6 +41,7 @@ from hpsearch.storage.journals.journal_records import (
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import model as exported_model
+from hpsearch.storage.mlflow import model_export
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
@@ -354,7 +355,7 @@ def test_an_interrupted_model_export_creates_one_model(
 
     monkeypatch.setattr(exported_model, "link_model", first_cut)
     journal = post.open()
-    exported_model.export_model(torch.nn.Linear(2, 1).eval(), [("", torch.zeros(4, 2))], [{0}], journal.model_folder)
+    model_export.export_model(torch.nn.Linear(2, 1).eval(), [("", torch.zeros(4, 2))], [{0}], journal.model_folder)
     journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
     journal.append(Model("m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={}))
     with pytest.raises(ConnectionError):

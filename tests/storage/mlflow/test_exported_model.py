@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpsearch.storage.mlflow.model import export_model
+from hpsearch.storage.mlflow.model_export import export_model
 
 
 class Sums(nn.Module):

@@ -124,7 +124,7 @@ def _fails_at(number):
         (lambda: Dataset.of([object()] * 3), "sample 0 contains a object, which has no hash; pass fingerprint="),
         (lambda: Dataset.of([1, 2], targets=[1]), "there are 2 samples, but 1 targets"),
         (lambda: Dataset.of([(torch.zeros(2), 1), (torch.zeros(3), 1)]).batch(slice(0, 2)),
-         "samples 0 to 1 cannot be collated .*; pass collate=, which makes a batch"),
+         "samples 0 to 1 cannot be collated .*; pass a function as collate="),
         (lambda: Dataset.of([torch.zeros(2)] * 2).batch(slice(0, 2)), "a batch must be a pair of inputs and targets"),
         (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has the keys a, b, but no targets"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_at(5)).batch(slice(3, 8)),

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer
-from hpsearch.objectives.training.loop.instruments import Instruments
+from hpsearch.objectives.training.loop.profiling import Instruments
 from tests.objectives.training.support import Memory, same_result
 
 CONFIG = TrainConfig(lr=0.02, batch_size=16)

@@ -30,7 +30,7 @@ from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
 from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
-from hpsearch.storage.trackers.tensorboard.files import EventFiles, make_scalars
+from hpsearch.storage.trackers.tensorboard.event_files import EventFiles, make_scalars
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.journals.post import Post, log
 
@@ -119,8 +119,8 @@ def test_an_attempt_continues_the_event_history_of_the_previous_one(post: Post, 
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.storage.trackers.tensorboard.files import EventFiles
-from hpsearch.storage.trackers.tensorboard.files import make_scalars
+from hpsearch.storage.trackers.tensorboard.event_files import EventFiles
+from hpsearch.storage.trackers.tensorboard.event_files import make_scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
     with files.lock():
