@@ -174,7 +174,7 @@ def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, 
 
     assert [len(models(trial)) for trial in range(3)] == [1, 0, 0]
     assert "the model was created from the best checkpoint" in cli("promote", "worse", "--trial", "1")
-    assert "created now" not in cli("promote", "worse", "--trial", "1")
+    assert "was created from" not in cli("promote", "worse", "--trial", "1")
     (model,) = models(1)
     assert {m.key: m.value for m in search.client.get_logged_model(model).metrics}["val_accuracy"] == value
     assert len(search.client.get_metric_history(runs[1], "val_accuracy")) == 2, "no point is there twice"

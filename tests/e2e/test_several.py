@@ -89,7 +89,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
 
     run = ("run", str(path), "--name")
     for command, words in (
-        ((*run, "bad", "--directions", "accuracy=maximize,parameters=maximize"), "use parameters=minimize"),
+        ((*run, "bad", "--directions", "accuracy=maximize,parameters=maximize"), "give parameters=minimize"),
         ((*run, "bad", "--directions", "accuracy=maximize,latency=minimize"), "--directions 'latency'"),
         (
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),

@@ -169,7 +169,7 @@ def test_other_weights_do_not_open_the_test_set(arena: Arena, study: StoredStudy
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
     client.log_artifact(runs[0], other, "checkpoints")
     opening = ("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
-    assert "belongs to another training (seed" in arena.run(*opening, code=2)
+    assert "belongs to another training run (seed" in arena.run(*opening, code=2)
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
     assert "its checksum differs; the test set was not evaluated" in arena.run(*opening, code=2)

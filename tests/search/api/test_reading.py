@@ -136,7 +136,7 @@ def test_a_wrong_setting_is_an_error_before_services_start() -> None:
     [
         ({"n_trials": 0}, "n_trials is 0: it must be at least 1"),
         ({"metric": ""}, "metric is '': it must have at least 1 character"),
-        ({"warm_start": "a,a"}, "warm_start names a twice; remove one"),
+        ({"warm_start": "a,a"}, "warm_start names a twice; remove one of them"),
         ({"n_trial": 5}, "create(n_trial=5): unknown argument; did you mean 'n_trials'?"),
         (
             {"checkpoints_url": "x"},
