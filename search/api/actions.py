@@ -22,7 +22,7 @@ from hpsearch.search.promotion.promote import refresh_evidence
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.services import Services
-from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.checkpoints import open_removable_checkpoints
 from hpsearch.search.study.control import count_running
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import (
@@ -212,13 +212,20 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
     """Delete a study with its finalist and refit studies, checkpoints and local files; return the deleted names.
 
     Raises:
-        SearchError: trials of the study, its finalists or its refits are running.
+        SearchError: trials of the study, its finalists or its refits are running, or the study's folder or checkpoint
+            URL is not one that this command may remove. Nothing was deleted then.
         StorageError: the checkpoint store does not answer.
     """
     deleted = list_studies_to_delete(study)
+    removable = {
+        each.study_id: (
+            open_removable_checkpoints(each, services.home, services.checkpoint_url),
+            (get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)),
+        )
+        for each in deleted
+    }
     for each in deleted:
-        folders = get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)
-        checkpoints = open_checkpoints(each, services.home, services.checkpoint_url)
+        checkpoints, folders = removable[each.study_id]
         each.storage.delete_study(each.study_id)
         checkpoints.delete()
         for folder in folders:

@@ -695,7 +695,13 @@ class Study:
 
         stored = self._stored
         tracking = open_study_tracking(self._services, stored) if RUN_ID in stored.attrs else None
-        return find_garbage(stored, home=self._services.home, tracking=tracking, keep_top=keep_top)
+        return find_garbage(
+            stored,
+            home=self._services.home,
+            tracking=tracking,
+            keep_top=keep_top,
+            checkpoint_url=self._services.checkpoint_url,
+        )
 
 
 def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:

@@ -28,8 +28,9 @@ from hpsearch.search.doctor.checks import (
 )
 from hpsearch.search.doctor.database import DATABASE_CHECKS, run_database_check
 from hpsearch.search.services import check_pair
+from hpsearch.search.study.checkpoints import read_checkpoint_url
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
+from hpsearch.storage.attributes import TRACKING_URI
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.study_storage.storage import open_storage
@@ -79,7 +80,7 @@ def run_checks(
     yield checker.run("artifacts", partial(check_artifacts, server or ""), "mlflow")
     for name, look, need in STUDY_CHECKS if study is not None else ():
         yield checker.run(name, partial(look, found), need)
-    checkpoints = checkpoint_url or attrs.get(CHECKPOINT_URL)
+    checkpoints = checkpoint_url or (read_checkpoint_url(found) if found is not None else None)
     needs = ("rights",) if is_unread and checkpoints is None else ()
     yield checker.run("checkpoints", partial(check_store, checkpoints or str(folder / "checkpoints")), *needs)
     yield checker.run("cpu", check_cores)

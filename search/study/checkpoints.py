@@ -12,7 +12,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL
 from hpsearch.storage.checkpoints.pointers import drop_pointers, read_ended_trials
-from hpsearch.storage.checkpoints.store import CheckpointStore, get_checkpoint_path
+from hpsearch.storage.checkpoints.store import CheckpointStore, get_checkpoint_path, is_below
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError
 from hpsearch.storage.files import compute_folder_bytes
@@ -28,10 +28,52 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
     """Return a study's checkpoints, which are at `url`, or else at the study's stored URL, or else in the home folder.
 
     Raises:
+        SearchError: the stored URL is invalid.
         StorageError: the URL cannot be used.
     """
-    given = url or study.attrs.get(CHECKPOINT_URL) or str(home / "checkpoints")
+    given = url or read_checkpoint_url(study) or str(home / "checkpoints")
     return StudyCheckpoints(CheckpointStore(given), study.engine, study.study_id, folder=study.folder)
+
+
+def read_checkpoint_url(study: StoredStudy) -> str | None:
+    """Return the study's stored checkpoint URL; None if there is none.
+
+    Raises:
+        SearchError: the stored URL is not one that hpsearch writes, such as ``~/FOLDER`` or a chain of URLs.
+    """
+    if (stored := study.attrs.get(CHECKPOINT_URL)) is None:
+        return None
+    path = str(stored).removeprefix("file://")
+    if "::" in path or not ("://" in path or path.startswith("/")):
+        raise SearchError(
+            f"study {study.spec.name!r} has the checkpoint URL {str(stored)!r}, which is neither an absolute path nor "
+            "a URL; give --checkpoint-url"
+        )
+    return str(stored)
+
+
+def open_removable_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
+    """Return a study's checkpoints for a command that removes them.
+
+    Every worker's database role can write the stored URL. So it must be below `url`, or below the home folder's
+    checkpoints.
+
+    Args:
+        study: the study.
+        home: home folder.
+        url: checkpoint URL of the command; None if the command was not given one.
+
+    Raises:
+        SearchError: the stored URL is elsewhere.
+        StorageError: the URL cannot be used.
+    """
+    default, stored = str(home / "checkpoints"), read_checkpoint_url(study)
+    if stored is not None and not any(is_below(stored, root) for root in (url, default) if root):
+        raise SearchError(
+            f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database "
+            f"names; to remove them, add --checkpoint-url {stored}"
+        )
+    return open_checkpoints(study, home, stored or url)
 
 
 def store_checkpoint_url(study: StoredStudy, url: str) -> None:
@@ -99,7 +141,9 @@ class StudyCheckpoints:
             {
                 path: size
                 for path, size in found.items()
-                if (number := _parse_number(path)) in ended and get_checkpoint_path(path) not in ended[number]
+                if (number := _parse_number(path)) in ended
+                and ".pt" in PurePosixPath(path).suffixes
+                and get_checkpoint_path(path) not in ended[number]
             },
             {path: size for path in local if _parse_number(str(path)) in ended and (size := _size(path)) is not None},
         )

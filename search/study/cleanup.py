@@ -14,7 +14,8 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.checkpoints import StudyCheckpoints, open_removable_checkpoints
 from hpsearch.search.study.study import StoredStudy, get_runs_folder, list_finalist_trials
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
@@ -56,7 +57,12 @@ class Garbage:
 
 
 def find_garbage(
-    study: StoredStudy, *, home: Path, tracking: Tracking | None, keep_top: int = KEPT_TOP_TRIALS
+    study: StoredStudy,
+    *,
+    home: Path,
+    tracking: Tracking | None,
+    keep_top: int = KEPT_TOP_TRIALS,
+    checkpoint_url: str | None = None,
 ) -> tuple[list[Garbage], list[str]]:
     """Return the removable files of a study, and an error text for each place that could not be searched.
 
@@ -65,6 +71,10 @@ def find_garbage(
         home: folder of the run directories and, unless the study has a checkpoint URL, of the checkpoints.
         tracking: client of the MLflow server; if None, files in MLflow are not searched.
         keep_top: number of best trials that keep their models.
+        checkpoint_url: checkpoint URL of the command; None if the command was not given one.
+
+    Raises:
+        SearchError: the study's folder name is invalid.
     """
     found: list[Garbage] = []
     problems: list[str] = []
@@ -72,13 +82,13 @@ def find_garbage(
 
     searches: tuple[Callable[[], list[Garbage]], ...] = (
         lambda: [] if tracking is None else _find_models(study, tracking, keep_top),
-        lambda: _find_checkpoints(study, open_checkpoints(study, home, None), runs),
+        lambda: _find_checkpoints(study, open_removable_checkpoints(study, home, checkpoint_url), runs),
         lambda: _find_run_dirs(study, runs),
     )
     for search in searches:
         try:
             found += search()
-        except (StorageError, OSError) as error:
+        except (SearchError, StorageError, OSError) as error:
             problems.append(f"{study.spec.name}: {error}")
     return found, problems
 

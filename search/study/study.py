@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
-from hpsearch.search.spec.spec import FinalistsOf, StudySpec, parse_stored_spec
+from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
@@ -29,6 +30,9 @@ from hpsearch.storage.trials.budget import Spending, format_progress, read_spend
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import read_finalist_studies
+
+# NAME-TOKEN; earlier versions: NAME-ID-TOKEN, or NAME-ID.
+_FOLDER_NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"-([0-9a-f]{8}|[0-9a-f]{16}|[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,14 @@ class StoredStudy:
     def folder(self) -> str:
         """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
-        return str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
+        folder = str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
+        # Every worker's database role can write the name, and `delete` removes the folder.
+        if not _FOLDER_NAME.fullmatch(folder):
+            raise SearchError(
+                f"study {self.spec.name!r} has the folder name {folder!r}, which hpsearch did not generate; "
+                f"as the database owner, correct the study's attribute {FOLDER_NAME!r}"
+            )
+        return folder
 
     @property
     def finalists_of(self) -> FinalistsOf:

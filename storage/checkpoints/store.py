@@ -180,7 +180,7 @@ class CheckpointStore:
         """
         for path in paths:
             with self._translate_errors(f"cannot remove {path}"), contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(path))
+                self._fs.rm_file(self._removable_path(path))
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder with its content; a missing folder is skipped.
@@ -188,7 +188,7 @@ class CheckpointStore:
         Raises:
             CheckpointStoreError: the store is unavailable.
         """
-        path = self._path(folder)
+        path = self._removable_path(folder)
         with self._translate_errors(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             self._fs.rm(path, recursive=True)
@@ -199,6 +199,13 @@ class CheckpointStore:
         if not parts or name.startswith("/") or "\\" in name or ".." in parts:
             raise StorageError(f"{self._head}: {name!r} is not a relative path below the URL")
         return f"{self._root}/{'/'.join(parts)}"
+
+    def _removable_path(self, name: str) -> str:
+        """Return `_path(name)`; raises StorageError if a symbolic link leads out of the folder of the store."""
+        path = self._path(name)
+        if self._local is not None and not Path(path).parent.resolve().is_relative_to(self._local.resolve()):
+            raise StorageError(f"{self._head}: {name!r} is behind a symbolic link; remove the link")
+        return path
 
     @contextlib.contextmanager
     def _translate_errors(self, failure: str, *, missing: str | None = None) -> Iterator[None]:
@@ -229,6 +236,18 @@ def get_checkpoint_path(path: str) -> str:
     """Return the path of the checkpoint that a file belongs to; an unfinished copy (`.tmp`) is returned unchanged."""
     folder, _, name = path.rpartition("/")
     return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
+
+
+def is_below(url: str, root: str) -> bool:
+    """Return whether a checkpoint URL is `root` or below it; links in local folders are resolved."""
+    local = [Path(value.removeprefix("file://")) for value in (url, root) if _is_local_url(value)]
+    if len(local) == 2:
+        return local[0].resolve().is_relative_to(local[1].expanduser().resolve())
+    return not local and ".." not in url and f"{url.rstrip('/')}/".startswith(f"{root.rstrip('/')}/")
+
+
+def _is_local_url(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
 
 
 def is_identical(path: Path, stored: StoredFile) -> bool:

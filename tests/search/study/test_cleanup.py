@@ -24,7 +24,10 @@ from tests.search.promotion.support import Tracked, train_finalists
 
 
 def find(tracked: Tracked, home: Path, *, keep_top: int = 1) -> list[Garbage]:
-    found, problems = find_garbage(tracked.stored, home=home, tracking=tracked.tracking, keep_top=keep_top)
+    store = str(home / "store")
+    found, problems = find_garbage(
+        tracked.stored, home=home, tracking=tracked.tracking, keep_top=keep_top, checkpoint_url=store
+    )
     assert problems == []
     return found
 
@@ -178,7 +181,7 @@ def test_an_unreachable_store_is_reported_and_other_files_are_found(
     tracked: Tracked, runs: Path, tmp_path: Path
 ) -> None:
     tracked.stored.set_attr(CHECKPOINT_URL, "nosuch://x")
-    found, problems = find_garbage(tracked.stored, home=tmp_path, tracking=None)
+    found, problems = find_garbage(tracked.stored, home=tmp_path, tracking=None, checkpoint_url="nosuch://x")
     assert [garbage.location for garbage in found] == ["this machine"]
     (problem,) = problems
     assert "unknown protocol 'nosuch'" in problem
