@@ -19,7 +19,8 @@ _PUBLIC = {f"hpsearch.{name}": f"{module}.{name}" for name, module in hpsearch.M
 
 PACKAGES = (
     # storage: the database, checkpoints and trackers
-    *("storage", "storage.errors", "storage.files", "storage.home", "storage.urls", "storage.attributes"),
+    *("storage", "storage.errors", "storage.display", "storage.files"),
+    *("storage.home", "storage.urls", "storage.attributes"),
     "storage.database",
     "storage.study_storage",
     "storage.checkpoints",

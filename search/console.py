@@ -1,28 +1,54 @@
-"""Console output: tables, counts, command lines, and progress lines."""
+"""Console output: tables, counts, command lines, log lines, and progress lines."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from hpsearch.storage.display import escape_controls
 
 _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
 
 
 class PlainConsole(Console):
-    """A rich console without markup, because error messages and paths contain brackets."""
+    """A rich console without markup, because error messages and paths contain brackets.
 
-    def __init__(self, *, stderr: bool = False) -> None:
+    Control characters in texts are displayed as visible escapes.
+
+    Args:
+        stderr: whether to print on stderr.
+        width: width in characters; None for that of the terminal.
+        options: further arguments of rich's console.
+    """
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None, **options: Any) -> None:
         is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-        width = None if is_terminal or "COLUMNS" in os.environ else _FILE_COLUMNS
-        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
+        if width is None and not is_terminal and "COLUMNS" not in os.environ:
+            width = _FILE_COLUMNS
+        options = {"stderr": stderr, "markup": False, "highlight": False, "emoji": False, "soft_wrap": True} | options
+        super().__init__(width=width, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text as rich's console does, with visible escapes; tables measure their cells by this method."""
+        return super().render_str(escape_controls(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render an object as rich's console does, with visible escapes in all texts."""
+        for segment in super().render(renderable, options):
+            if segment.control:  # rich's own, such as cursor movements of a live view
+                yield segment
+            else:
+                yield Segment(escape_controls(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print like rich's console, but without trailing spaces in the lines of tables."""
@@ -91,3 +117,18 @@ def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield status.update
+
+
+class EscapingFormatter(logging.Formatter):
+    """A formatter of log lines that displays control characters as visible escapes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the log line of a record."""
+        return escape_controls(super().format(record))
+
+
+def log_to_stderr(level: int) -> None:
+    """Print log records from `level` on to stderr, with time and level."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)

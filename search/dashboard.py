@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 
+from hpsearch.search.console import log_to_stderr
 from hpsearch.search.promotion.registry_watch import RegistryWatcher
 from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.storage.dashboard import serve_dashboard
@@ -32,7 +32,7 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
     """
     if tracking_uri is None:
         return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr(logging.WARNING)
     check_database(storage_url)
 
     @functools.cache

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError, format_error
 from hpsearch.storage.urls import redact
 
@@ -43,7 +44,7 @@ def report_errors(work: Callable[[], int]) -> int:
     try:
         return work()
     except USER_ERRORS as error:
-        print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
+        print(f"hpsearch: {escape_line(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
         from hpsearch.storage.database.retry import is_transient
@@ -51,7 +52,7 @@ def report_errors(work: Callable[[], int]) -> int:
         if not is_transient(error):
             raise
         cause = redact(format_error(error))
-        print(f"hpsearch: the database is unavailable: {cause}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        print(f"hpsearch: the database is unavailable: {escape_line(cause)}", file=sys.stderr, flush=True)  # noqa: T201 as above
         return EXIT_UNAVAILABLE
 
 

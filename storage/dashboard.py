@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import csv
 import errno
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import check_database, make_engine
+from hpsearch.storage.display import escape_csv_cell
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import ATTR_PREFIX
 from hpsearch.storage.rungs.fronts import find_front, to_losses
@@ -67,10 +70,23 @@ def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 
-    _app.get_pareto_front_trials = find_feasible_front  # there is no setting for this function
+    # There are no settings for these functions.
+    _app.get_pareto_front_trials = find_feasible_front
+    _app.csv = SimpleNamespace(writer=_EscapingCsvWriter)
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
     app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, retry_seconds=10.0), artifact_store=artifacts)
     return app
+
+
+class _EscapingCsvWriter:
+    """Writer of the dashboard's CSV file, in which a spreadsheet finds no formulas."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._writer = csv.writer(file)
+
+    def writerow(self, row: Iterable[object]) -> None:
+        """Write a row."""
+        self._writer.writerow(map(escape_csv_cell, row))
 
 
 def _reject_writes(app: _Wsgi) -> _Wsgi:

@@ -320,11 +320,10 @@ class Study:
         """
         import io
 
-        from rich.console import Console
-
+        from hpsearch.search.console import PlainConsole
         from hpsearch.search.report.show import print_trial
 
-        page = Console(file=io.StringIO(), force_jupyter=False, width=120, markup=False, highlight=False, emoji=False)
+        page = PlainConsole(file=io.StringIO(), force_jupyter=False, width=120, soft_wrap=False)
         with page.capture() as text:
             print_trial(page, self._stored, trial)
         return text.get()
@@ -347,10 +346,11 @@ class Study:
         """
         from hpsearch.search.study.summary import get_study_page
         from hpsearch.storage.attributes import RUN_URL
+        from hpsearch.storage.display import find_link
 
         stored, dashboard = self._stored, self._services.dashboard_url
         page = dashboard and get_study_page(dashboard, stored.study_id)
-        found = {"dashboard": page, "mlflow": stored.attrs.get(RUN_URL)}
+        found = {"dashboard": page, "mlflow": find_link(stored.attrs.get(RUN_URL))}
         return {name: url for name, url in found.items() if url}
 
     def __repr__(self) -> str:
@@ -358,9 +358,10 @@ class Study:
 
     def _repr_html_(self) -> str:
         from hpsearch.search.report.show import format_summary
+        from hpsearch.storage.display import escape_controls
 
         lines = format_summary(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
-        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+        return f"<pre>{html.escape(escape_controls(chr(10).join(lines)))}</pre>"
 
     # --- steer ---
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
+from typing import Any
 
 import typer
 
 from hpsearch.former_names import CURRENT_NAMES
 from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
-from hpsearch.search.cli.app import app
+from hpsearch.search.cli.app import app, echo
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
@@ -26,9 +28,15 @@ COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     add_working_folder_to_path()
+    sys.excepthook = _print_traceback
     code = run_command(sys.argv[1:] if arguments is None else arguments)
     gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
+
+
+def _print_traceback(*error: Any) -> None:
+    """Print the traceback of an internal error; its message may contain control characters."""
+    echo("".join(traceback.format_exception(*error)), err=True, nl=False)
 
 
 def run_command(arguments: list[str]) -> int:
@@ -46,10 +54,10 @@ def run_command(arguments: list[str]) -> int:
         message = error.format_message()
         # Without a command, the message is the help.
         line = message if message.startswith("Usage: ") else f"hpsearch: {_add_value(error, message, arguments)}"
-        typer.echo(line, err=True)
+        echo(line, err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
-        typer.echo("hpsearch: stopped", err=True)
+        echo("hpsearch: stopped", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0

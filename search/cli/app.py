@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from hpsearch.search.cli.options import add_flags
 from hpsearch.search.errors import suggest_names
+from hpsearch.storage.display import escape_controls
 
 # The sections of --help.
 SEARCH_SECTION = "Search"
@@ -77,7 +78,7 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"hpsearch {metadata.version('hpsearch')}")
+        echo(f"hpsearch {metadata.version('hpsearch')}")
         raise typer.Exit
 
 
@@ -116,6 +117,17 @@ def disable_gc() -> Iterator[None]:
         gc.enable()
 
 
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a text, with visible escapes for control characters.
+
+    Args:
+        text: text to print.
+        err: whether to print on stderr.
+        nl: whether to end the line.
+    """
+    typer.echo(escape_controls(str(text)), err=err, nl=nl)  # noqa: TID251 the only call
+
+
 def confirm(question: str) -> bool:
     """Ask a yes-or-no question and return the answer.
 
@@ -125,9 +137,9 @@ def confirm(question: str) -> bool:
     from hpsearch.search.errors import SearchError
 
     try:
-        return typer.confirm(question)
+        return typer.confirm(escape_controls(question))
     except typer.Abort:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
-        typer.echo(err=True)
+        echo(err=True)
         raise SearchError("the confirmation prompt needs a terminal; add --yes to skip it") from None

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, register
+from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, echo, register
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 
@@ -83,12 +83,12 @@ def evaluate_test(
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else " (not confirmed by finalists)"
     if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? Possible only once."):
-        typer.echo("not confirmed: the test set was not evaluated")
+        echo("not confirmed: the test set was not evaluated")
         raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
-        typer.echo(f"test {metric} {value:.6g}")
+        echo(f"test {metric} {value:.6g}")
     for line in format_confirmation(study._stored):
-        typer.echo(line)
+        echo(line)
 
 
 @register(CONFIRM_SECTION)
@@ -147,15 +147,15 @@ def promote(
             return 0 if workers == 0 else 1
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
     source = f"the refit (trial {done.trial} of {ran.result.study})" if refit else f"trial {done.trial} of {name}"
-    typer.echo(f"{source} is now models:/{done.model}@{done.alias} (version {done.version})")
+    echo(f"{source} is now models:/{done.model}@{done.alias} (version {done.version})")
     if done.is_new_model:
-        typer.echo("the MLflow run had no model; the model was created from the best checkpoint")
+        echo("the MLflow run had no model; the model was created from the best checkpoint")
     if done.old_version is not None:
-        typer.echo(f"version {done.old_version} had this alias before and is now models:/{done.model}@{done.old_alias}")
+        echo(f"version {done.old_version} had this alias before and is now models:/{done.model}@{done.old_alias}")
     if done.unconfirmed_reason:
-        typer.echo(f"unconfirmed: {done.unconfirmed_reason}")
+        echo(f"unconfirmed: {done.unconfirmed_reason}")
     if done.can_serve_check:
-        typer.echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
+        echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
 
@@ -186,15 +186,15 @@ def serve_check(
         raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance)
-    typer.echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
-    typer.echo(f"recorded   val {done.metric} {done.recorded_value:.9g}")
+    echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
+    echo(f"recorded   val {done.metric} {done.recorded_value:.9g}")
     if done.recomputed_value is not None:
-        typer.echo(f"as served  val {done.metric} {done.recomputed_value:.9g}")
+        echo(f"as served  val {done.metric} {done.recomputed_value:.9g}")
     if done.mismatch:
-        typer.echo(f"not reproduced: {done.mismatch}")
+        echo(f"not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
-        typer.echo(f"reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
+        echo(f"reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
     else:
-        typer.echo("reproduced, in a process without this project's code")
+        echo("reproduced, in a process without this project's code")
     return 0

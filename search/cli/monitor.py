@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import MONITOR_SECTION, register
+from hpsearch.search.cli.app import MONITOR_SECTION, echo, register
 
 if TYPE_CHECKING:
     from hpsearch.search.api.opening import StudyRow
@@ -39,7 +39,7 @@ def studies(where: o.Addresses) -> None:
     if table.row_count:
         PlainConsole().print(table)
     else:
-        typer.echo(f"no studies yet; start one with: {format_command('run', 'digits')}")
+        echo(f"no studies yet; start one with: {format_command('run', 'digits')}")
 
 
 def _format_row(row: StudyRow) -> dict[str, str]:
@@ -108,7 +108,7 @@ def top(
 
     study, console, epoch_rate = Study.open(name, **where), PlainConsole(), EpochRate()
     if as_json:
-        typer.echo(read_status(study._stored).to_json())
+        echo(read_status(study._stored).to_json())
         return
     if once or not console.is_terminal:
         console.print(render_status(read_status(study._stored), None, width=console.width))
@@ -136,5 +136,5 @@ def report(
 
     study = Study.open(name, **where)
     path = actions.write_study_report(study._services, study._stored, output)
-    typer.echo(str(path))
+    echo(str(path))
     actions.log_report(study._services, study._stored, path)

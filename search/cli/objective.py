@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpsearch.search.cli.app import OBJECTIVES_SECTION, add_group, register
-from hpsearch.search.console import format_command
+from hpsearch.search.cli.app import OBJECTIVES_SECTION, add_group, echo, register
+from hpsearch.search.console import EscapingFormatter, format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
 from hpsearch.search.spec.spec import OBJECTIVE_HELP
 
@@ -30,7 +30,7 @@ def init(path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file 
     from hpsearch.objectives.template import write_template
 
     write_template(path)
-    typer.echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
+    echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
 
 
 ObjectiveArgument = Annotated[str, typer.Argument(metavar="OBJECTIVE", help=OBJECTIVE_HELP)]
@@ -135,7 +135,7 @@ def train(
 
     class PrintingSession(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
-            typer.echo(_format_epoch(record.epoch, record.metrics, found.metric))
+            echo(_format_epoch(record.epoch, record.metrics, found.metric))
             return super().report(record)
 
     found = load_objective(objective)
@@ -151,10 +151,10 @@ def train(
         with _print_warnings():
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
-        typer.echo(f"hpsearch: {error}", err=True)
+        echo(f"hpsearch: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        typer.echo(f"hpsearch: stopped; resume with --run-dir {folder}", err=True)
+        echo(f"hpsearch: stopped; resume with --run-dir {folder}", err=True)
         return EXIT_INTERRUPTED
     _print_result(found, result, folder, test=test)
     return 0
@@ -165,7 +165,7 @@ def _print_warnings() -> Iterator[None]:
     """Print the warnings of a run on the console, because the run logs to a file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
+    handler.setFormatter(EscapingFormatter("hpsearch: %(message)s"))
     logger = logging.getLogger("hpsearch.objectives.training")
     logger.addHandler(handler)
     try:
@@ -187,14 +187,14 @@ def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, 
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     report = folder / "report.md"
-    typer.echo(f"{best}; {report if report.exists() else folder}")
+    echo(f"{best}; {report if report.exists() else folder}")
     if result.best_metrics and objective.reported:
-        typer.echo("  ".join(f"{key} {get_metric_value(result.best_metrics, key):.6g}" for key in objective.reported))
+        echo("  ".join(f"{key} {get_metric_value(result.best_metrics, key):.6g}" for key in objective.reported))
     if result.resume_note:
-        typer.echo(result.resume_note)
+        echo(result.resume_note)
     if test and result.best_path is not None:
         scores = restore_model(objective, checkpoint.read(result.best_path)).test()
-        typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
+        echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
 
 
 _MAX_LOSS_LINES = 20
@@ -228,14 +228,14 @@ def smoke(
     result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
-        typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
+        echo(f"step {number:5}  loss {result.losses[number]:.6g}")
     if run_dir is not None:
         result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        typer.echo("passed: loss of {samples} samples below {target:.4g} at learning rate {lr:g}".format(**details))
+        echo("passed: loss of {samples} samples below {target:.4g} at learning rate {lr:g}".format(**details))
         return 0
-    typer.echo(f"hpsearch: failed: {result.reason}", err=True)
+    echo(f"hpsearch: failed: {result.reason}", err=True)
     return 1
 
 
@@ -271,8 +271,8 @@ def lr_range(
         device=resolve_device(device),
     )
     result.write(run_dir)
-    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest descent); lowest loss at lr {result.highest:.2g}")
-    typer.echo(f"wrote {run_dir / 'lr-range.png'}")
+    echo(f"suggested lr {result.suggestion:.2g} (steepest descent); lowest loss at lr {result.highest:.2g}")
+    echo(f"wrote {run_dir / 'lr-range.png'}")
 
 
 _objective = add_group("objective", OBJECTIVES_SECTION, "Show the settings and search space of an objective.")

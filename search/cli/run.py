@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SEARCH_SECTION, add_group, disable_gc, register
+from hpsearch.search.cli.app import SEARCH_SECTION, add_group, disable_gc, echo, register
 from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, report_errors
 
 
@@ -141,7 +141,7 @@ def print_job_file(
         command=words, folder=os.getcwd(),  # noqa: PTH109 a string
     )  # fmt: skip
     if why := check_study_exists(launch):
-        typer.echo(f"hpsearch: could not check that study {study!r} exists: {why}", err=True)
+        echo(f"hpsearch: could not check that study {study!r} exists: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        typer.echo("hpsearch: the embedded services are local; give --storage-url for other machines", err=True)
-    typer.echo(render_manifest(launch), nl=False)
+        echo("hpsearch: the embedded services are local; give --storage-url for other machines", err=True)
+    echo(render_manifest(launch), nl=False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import SERVICES_SECTION, add_group, register
+from hpsearch.search.cli.app import SERVICES_SECTION, add_group, echo, register
 
 if TYPE_CHECKING:
     from hpsearch.storage.backup.archive import Manifest
@@ -30,9 +30,9 @@ def up(home: o.Home = None) -> None:
 
     with show_steps(PlainConsole(stderr=True)) as progress:
         info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=progress)
-    typer.echo(f"MLflow            {info.tracking_uri}")
-    typer.echo(f"Optuna dashboard  {info.dashboard_url}")
-    typer.echo(f"data              {info.home}")
+    echo(f"MLflow            {info.tracking_uri}")
+    echo(f"Optuna dashboard  {info.dashboard_url}")
+    echo(f"data              {info.home}")
 
 
 @register(SERVICES_SECTION)
@@ -42,7 +42,7 @@ def down(home: o.Home = None) -> None:
     from hpsearch.storage.home import prepare_home
 
     stopped = stack.down(prepare_home(home))
-    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no service was running")
+    echo(f"stopped {', '.join(stopped)}" if stopped else "no service was running")
 
 
 @register(SERVICES_SECTION)
@@ -54,7 +54,7 @@ def status(home: o.Home = None) -> int:
     services = stack.read_status(prepare_home(home))
     for service in services:
         where = service.url or ""
-        typer.echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
+        echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
     return 0 if all(service.state == "running" for service in services) else 3
 
 
@@ -81,7 +81,7 @@ def doctor(
     failed = any(finding.status == "failed" for finding in findings)
     if as_json:
         result = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
-        typer.echo(json.dumps(result, indent=2))
+        echo(json.dumps(result, indent=2))
     else:
         console.print(format_status_counts(findings))
     return 1 if failed else 0
@@ -131,7 +131,7 @@ def backup(
             dashboard=DASHBOARD_COMMAND,
             progress=progress,
         )
-    typer.echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
+    echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
 
 
 @register(SERVICES_SECTION)
@@ -165,14 +165,14 @@ def restore(
             progress=progress,
         )
     at = ("--home", home) if home else ()
-    typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
+    echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
     for study, url in done.external_checkpoints:
-        typer.echo(f"the backup has no checkpoints of study {study}; its checkpoint store is {url}")
+        echo(f"the backup has no checkpoints of study {study}; its checkpoint store is {url}")
     for study in done.unsent_studies:
-        typer.echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
+        echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
     if done.missing_files:
-        typer.echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
-    typer.echo(f"list the studies with: {format_command('studies', *at)}")
+        echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
+    echo(f"list the studies with: {format_command('studies', *at)}")
 
 
 def _format_counts(manifest: Manifest) -> str:
@@ -218,7 +218,7 @@ def migrate(
     if url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_OWNER_URL")
     migrate_tables(url)
-    typer.echo(f"tables are up to date at {redact(url)}")
+    echo(f"tables are up to date at {redact(url)}")
 
 
 def _required(name: str) -> str:
@@ -324,4 +324,4 @@ SECRET_NAMES = (
 def secrets() -> None:
     """Print a .env file of random passwords for Docker Compose."""
     for name in SECRET_NAMES:
-        typer.echo(f"{name}={random.token_urlsafe(24)}")
+        echo(f"{name}={random.token_urlsafe(24)}")

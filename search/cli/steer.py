@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import MONITOR_SECTION, confirm, register
+from hpsearch.search.cli.app import MONITOR_SECTION, confirm, echo, register
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,12 +32,12 @@ def stop(
 
     study = Study.open(name, **where)
     before, running = study.stop(), count_running(study._stored)
-    typer.echo(f"{name} was already stopped {before}" if before else f"stopped {name}")
+    echo(f"{name} was already stopped {before}" if before else f"stopped {name}")
     if running:
-        typer.echo(f"running trials: {running}; each stops after its current epoch and can be resumed")
+        echo(f"running trials: {running}; each stops after its current epoch and can be resumed")
     if wait:
         study.stop(wait=True)
-    typer.echo(f"resume with: {format_command('start', name)}")
+    echo(f"resume with: {format_command('start', name)}")
 
 
 @register(MONITOR_SECTION)
@@ -48,9 +48,9 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
 
     study = Study.open(name, **where)
     why = study.start()
-    typer.echo(f"started {name} again; it was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"start workers with: {study._stored.resume_command}")
-    typer.echo(f"or one worker with: {format_command('worker', '--study', name)}")
+    echo(f"started {name} again; it was stopped {why}" if why else f"{name} was not stopped")
+    echo(f"start workers with: {study._stored.resume_command}")
+    echo(f"or one worker with: {format_command('worker', '--study', name)}")
 
 
 def _budget_option(flag: str, unit: str) -> Any:
@@ -76,15 +76,15 @@ def extend(
     budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
     done = study._extend(budgets, enqueue)
     if enqueue is not None:
-        typer.echo(f"{name}: enqueued {pluralize(done.enqueued_trials, 'new configuration')} of {enqueue}")
+        echo(f"{name}: enqueued {pluralize(done.enqueued_trials, 'new configuration')} of {enqueue}")
     if early_stop is not None:
-        typer.echo(f"{name} continues; it had stopped early ({early_stop.reason}) and may stop early again")
+        echo(f"{name} continues; it had stopped early ({early_stop.reason}) and may stop early again")
     started = f"{pluralize(done.started_trials, 'trial')} started so far"
     if done.old_budget == done.new_budget:
-        typer.echo(f"{name} already has a budget of {done.new_budget:.12g} {done.unit}, {started}")
+        echo(f"{name} already has a budget of {done.new_budget:.12g} {done.unit}, {started}")
         return
-    typer.echo(f"{name}: {done.old_budget:.12g} -> {done.new_budget:.12g} {done.unit}, {started}")
-    typer.echo(f"running workers use the new budget; to start workers: {study._stored.resume_command}")
+    echo(f"{name}: {done.old_budget:.12g} -> {done.new_budget:.12g} {done.unit}, {started}")
+    echo(f"running workers use the new budget; to start workers: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
@@ -107,8 +107,8 @@ def retry(
         begin = "from scratch" if epoch is None else f"from its checkpoint after epoch {epoch + 1}"
         if epoch == -1:
             begin = "from its checkpoint within the first epoch"
-        typer.echo(f"trial {number} will run again {begin}")
-    typer.echo(f"running workers resume waiting trials; to start workers: {study._stored.resume_command}")
+        echo(f"trial {number} will run again {begin}")
+    echo(f"running workers resume waiting trials; to start workers: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
@@ -128,7 +128,7 @@ def sync(
 
     studies = Study._unsent(study, **where)
     if not studies:
-        typer.echo("this machine has no unsent records")
+        echo("this machine has no unsent records")
     synced = [each.sync() for each in studies]
     return 0 if all(each.is_complete for each in synced) else 1
 
@@ -144,10 +144,10 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
-        typer.echo("not confirmed: nothing was deleted")
+        echo("not confirmed: nothing was deleted")
         raise typer.Exit(1)
     for deleted in delete_study(study._services, study._stored):
-        typer.echo(f"deleted {deleted}; its runs in MLflow stay")
+        echo(f"deleted {deleted}; its runs in MLflow stay")
 
 
 @register(MONITOR_SECTION)
@@ -181,12 +181,12 @@ def gc(
     else:
         console.print("nothing to remove")
     for problem in problems:
-        typer.echo(f"hpsearch: skipped: {problem}", err=True)
+        echo(f"hpsearch: skipped: {problem}", err=True)
     if not found or not (yes or confirm(f"remove these files ({decimal(sum(g.size for g in found))})?")):
         return
     freed, failures = remove_garbage(found)
     for problem in failures:
-        typer.echo(f"hpsearch: {problem}", err=True)
+        echo(f"hpsearch: {problem}", err=True)
     console.print(f"freed {decimal(freed)}")
     if any(item.location == "MLflow" for item in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")

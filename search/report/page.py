@@ -48,6 +48,7 @@ from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE_TEST
+from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 from hpsearch.storage.rungs.rungs import read_rung_counts
@@ -103,7 +104,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     figures["front"] = make_front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
     loader = PackageLoader("hpsearch.search.report")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_escape)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
         summary=summary,
@@ -133,7 +134,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         n_trials=len(study.trials()),
         unfinished=without_result[-_MAX_FAILURES:],
         n_unfinished=summary.failed + summary.infeasible,
-        mlflow_url=study.attrs.get(RUN_URL),
+        mlflow_url=find_link(study.attrs.get(RUN_URL)),
         dashboard_url=get_study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE_TEST),
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
@@ -141,6 +142,11 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _escape(value: object) -> object:
+    """Return a value of the template with visible escapes for control characters; markup is unchanged."""
+    return escape_controls(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> str:

@@ -16,6 +16,7 @@ from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
+from hpsearch.storage.display import find_link
 from hpsearch.storage.trials.history import RunInterval, read_run_intervals
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
@@ -72,7 +73,7 @@ def _make_trial_row(
         "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
         "listed": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
         "reason": reason,
-        "url": trial.user_attrs.get(RUN_URL),
+        "url": find_link(trial.user_attrs.get(RUN_URL)),
         "by": {
             "values": values,
             "epochs": len(trial.intermediate_values),

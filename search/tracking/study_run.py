@@ -25,6 +25,7 @@ from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_
 from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.display import escape_markdown, find_link, format_markdown_code
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import describe_error, is_retryable
@@ -157,25 +158,31 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     """
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}.",
+        f"**{escape_markdown(spec.name)}**: "
+        + escape_markdown(f"{spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}."),
         "",
-        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
+        f"{_format_link('The study in MLflow', study.attrs.get(RUN_URL))}; "
+        f"its workers: {format_markdown_code(format_command('top', spec.name))}",
     ]
     if spec.is_multi_objective and summary.front:
         lines += ["", "Pareto front:", "", *_format_front_table(spec, summary.front)]
     elif (best := summary.best) is not None:
-        params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {_format_link(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
+        params = ", ".join(
+            f"{format_markdown_code(key)} = {escape_markdown(format_value(value))}"
+            for key, value in best.params.items()
+        )
+        value = f"val {escape_markdown(spec.metric)} {get_first_value(best):.4f}"
+        lines += ["", f"Best: {_format_trial_link(best)}, {value} with {params}."]
     if summary.out_of_bounds:
-        bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
+        bounds = " or ".join(format_markdown_code(str(bound)) for bound in spec.bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]
     for line in format_confirmation(study):
-        lines += ["", f"{line[:1].upper()}{line[1:]}."]
+        lines += ["", escape_markdown(f"{line[:1].upper()}{line[1:]}.")]
     rungs = format_rungs(study)
     rungs += [best_open] if (best_open := format_best_forecast(study)) else []
-    lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
+    lines += ["", *(f"- {escape_markdown(line)}" for line in rungs)] if rungs else []
     promoted = [line for line in format_promotions(study) if line]
-    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
+    lines += ["", *(f"- {escape_markdown(line)}" for line in promoted)] if promoted else []
     return "\n".join(lines)
 
 
@@ -185,16 +192,24 @@ def _format_directions(spec: StudySpec) -> str:
     return " and ".join(f"{direction} {name}" for name, direction in spec.direction_by_metric.items())
 
 
-def _format_link(trial: FrozenTrial) -> str:
-    url = trial.user_attrs.get(RUN_URL)
-    return f"[trial {trial.number}]({url})" if url else f"trial {trial.number}"
+def _format_link(text: str, url: object) -> str:
+    link = find_link(url)
+    return f"[{text}]({link.translate(_ENCODED)})" if link else text
+
+
+# The characters that could end the address of a Markdown link, percent-encoded.
+_ENCODED = str.maketrans({character: f"%{ord(character):02X}" for character in " ()<>\\"})
+
+
+def _format_trial_link(trial: FrozenTrial) -> str:
+    return _format_link(f"trial {trial.number}", trial.user_attrs.get(RUN_URL))
 
 
 def _format_front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     n_metrics, omitted = len(spec.direction_by_metric), len(front) - _MAX_LISTED
-    lines = [f"| trial | {' | '.join(spec.direction_by_metric)} |", f"|---|{'---|' * n_metrics}"]
+    lines = [f"| trial | {' | '.join(map(escape_markdown, spec.direction_by_metric))} |", f"|---|{'---|' * n_metrics}"]
     for trial in front[:_MAX_LISTED]:
-        lines.append(f"| {_format_link(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |")
+        lines.append(f"| {_format_trial_link(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |")
     return [*lines, f"| and {omitted} more trials | {'| ' * n_metrics}"] if omitted > 0 else lines
 
 

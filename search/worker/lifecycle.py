@@ -8,7 +8,7 @@ import threading
 import optuna
 
 from hpsearch.objectives.training.ranks import RankLostError, current_ranks
-from hpsearch.search.console import pluralize
+from hpsearch.search.console import log_to_stderr, pluralize
 from hpsearch.search.process import (
     EXIT_DONE,
     EXIT_DRAINED,
@@ -107,7 +107,7 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    log_to_stderr(logging.INFO)
     for name in ("alembic", "httpx", "urllib3", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -1,0 +1,80 @@
+"""Display of texts that a user, a worker or another program wrote: visible escapes, Markdown, CSV cells and links.
+
+Trials, logs, exceptions and names may contain control characters, which a terminal executes, or text that a browser or
+spreadsheet executes. These functions are applied where a text leaves the program, not where it comes from.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+# Control characters except tab and line feed; invisible and direction-changing characters; separators that some
+# programs treat as line ends; lone surrogates, which cannot be encoded. Joiners of scripts and emoji are allowed.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+_CONTROL_OR_BREAK = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>|&$~!]")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # also in full width
+
+
+def escape_controls(text: str) -> str:
+    r"""Return `text` with visible escapes for control characters: ``\x1b[2J``. Tabs and line feeds stay.
+
+    A JSON document stays valid and keeps its values.
+    """
+    return text if text.isprintable() else _CONTROL.sub(_escape_character, text)
+
+
+def escape_line(text: str) -> str:
+    r"""Return `text` as one line: like `escape_controls`, and with ``\t`` and ``\n`` for tabs and line feeds."""
+    return text if text.isprintable() else _CONTROL_OR_BREAK.sub(_escape_character, text)
+
+
+def _escape_character(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if short := {9: r"\t", 10: r"\n", 13: r"\r"}.get(code):
+        return short
+    return rf"\x{code:02x}" if code < 0x7F else rf"\u{code:04x}"  # JSON has no \x; it may contain the others
+
+
+def escape_markdown(text: str) -> str:
+    """Return `text` as one line of Markdown that is displayed literally."""
+    return _MARKDOWN.sub(r"\\\g<0>", escape_line(text))
+
+
+def format_markdown_code(text: str) -> str:
+    """Return `text` as Markdown code, in which a backtick is replaced by an apostrophe."""
+    shown = escape_line(text).replace("`", "'")
+    return f"`{shown}`"
+
+
+def escape_csv_cell(cell: object) -> object:
+    """Return a value for a CSV cell: a text that a spreadsheet would evaluate as a formula starts with an apostrophe.
+
+    Numbers, also as texts, None and booleans are unchanged.
+    """
+    if cell is None or isinstance(cell, int | float):
+        return cell
+    text = escape_controls(str(cell))
+    return f"'{text}" if text.strip().startswith(_FORMULA_STARTS) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def find_link(url: object) -> str | None:
+    """Return `url` if a page may contain a link to it, that is, if it is an HTTP or HTTPS URL; else None."""
+    if not isinstance(url, str) or escape_line(url) != url:
+        return None
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    return url if parts.scheme in ("http", "https") and parts.netloc else None
