@@ -13,6 +13,7 @@ from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.credentials import allow_credentials
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import open_storage
 
@@ -34,6 +35,7 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
         return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
     log_to_stderr(logging.WARNING)
     check_database(storage_url)
+    allow_credentials(tracking_uri)
 
     @functools.cache
     def tracking() -> Tracking:

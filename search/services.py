@@ -14,6 +14,7 @@ from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.credentials import allow_credentials
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
 from hpsearch.storage.urls import Addresses, normalise_url
 
@@ -104,9 +105,12 @@ def find_services(
     home, checkpoint_url = prepare_home(where.get("home")), where.get("checkpoint_url")
     if (storage_url := where.get("storage_url")) is None:
         info = stack.up(home, dashboard=DASHBOARD_COMMAND, progress=progress)
+        allow_credentials(info.tracking_uri)
         return Services(home, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, is_embedded=True)
     url, uri = normalise_url(storage_url), where.get("tracking_uri")
     check_database(url)
+    if uri is not None:
+        allow_credentials(uri)
     tracking_error = None if uri is None else probe_tracking(uri, required=tracking_required)
     return Services(home, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=tracking_error)
 

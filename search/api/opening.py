@@ -16,6 +16,7 @@ from hpsearch.search.study.study import StoredStudy, find_tracking_uri, load_stu
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.credentials import CredentialsWithheldError
 from hpsearch.storage.mlflow.health import check_server, describe_error
 from hpsearch.storage.records.promotions import read_promotions
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -57,6 +58,8 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
             from hpsearch.search.promotion.promote import refresh_evidence
 
             refresh_evidence(study, tracking)
+    except CredentialsWithheldError as error:
+        print_warning(str(error))
     except StorageError as error:
         logging.getLogger(__name__).debug("promotions not synchronized: %s", error)
 

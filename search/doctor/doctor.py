@@ -33,6 +33,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import TRACKING_URI
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
+from hpsearch.storage.mlflow.credentials import allow_credentials
 from hpsearch.storage.study_storage.storage import open_storage
 
 
@@ -72,7 +73,10 @@ def run_checks(
     yield from first
 
     is_unread, attrs = study is not None and found is None, found.attrs if found is not None else {}
-    server = tracking_uri or (running.tracking_uri if running is not None else attrs.get(TRACKING_URI))
+    configured = tracking_uri or (running.tracking_uri if running is not None else None)
+    if configured is not None:
+        allow_credentials(configured)
+    server = configured or attrs.get(TRACKING_URI)
     if server is not None:
         yield checker.run("mlflow", partial(check_tracking, server))
     else:

@@ -21,6 +21,7 @@ import tenacity
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.consumer import RunRejectedError
+from hpsearch.storage.mlflow.credentials import check_credentials
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.finishing import Outcome
@@ -71,9 +72,13 @@ class Tracking:
         uri: the address of the server.
         experiment: the name of the experiment, which is created if it is missing.
         ui_url: the address of the server in links for browsers; None to use `uri`.
+
+    Raises:
+        CredentialsWithheldError: this process has credentials, and the user has not configured this address.
     """
 
     def __init__(self, uri: str, *, experiment: str = EXPERIMENT_NAME, ui_url: str | None = None) -> None:
+        check_credentials(uri)
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
         _reach_loopback_directly(uri)

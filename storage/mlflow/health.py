@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
+from hpsearch.storage.mlflow.credentials import check_credentials
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
 
     Raises:
         TrackingUnavailableError: no MLflow server answers, or it is not ready.
-        StorageError: `uri` is not an HTTP address, or another kind of server answers.
+        StorageError: `uri` is not an HTTP address, another kind of server answers, or this process has credentials that
+            the user has not configured for this address.
     """
     parts = urlsplit(uri)
     shown = uri if "@" not in parts.netloc else uri.replace(parts.netloc, parts.netloc.rpartition("@")[2])
@@ -61,6 +63,7 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
 
 def _get(uri: str, path: str) -> Any:
     """Open a page of the server with the credentials and the CA that MLflow's client reads from the environment."""
+    check_credentials(uri)
     request = urllib.request.Request(uri.rstrip("/") + path)  # noqa: S310 the scheme is checked
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
     if user or password:

@@ -1,0 +1,52 @@
+"""Which tracking servers may receive this process's credentials.
+
+The address of a tracking server may come from a study, and every worker's database role can write it. MLflow's client
+sends its credentials to any address. So hpsearch opens an address that the user has not configured only if this process
+has no credentials.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hpsearch.storage.errors import StorageError
+
+# Variables that MLflow's client reads, each of which makes it send a secret or a signature.
+_VARIABLES = tuple(f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4"))
+_FILE = "~/.mlflow/credentials"  # read by MLflow's client too
+
+_configured: set[str] = set()
+
+
+class CredentialsWithheldError(StorageError):
+    """Tracking server that only a study names, so that this process's credentials are not sent to it."""
+
+
+def allow_credentials(uri: str) -> None:
+    """Allow this process to send its credentials to a tracking server that the user has configured."""
+    _configured.add(_normalize(uri))
+
+
+def check_credentials(uri: str) -> None:
+    """Check that this process may send its credentials, if it has any, to a tracking server.
+
+    Raises:
+        CredentialsWithheldError: the process has credentials, and the user has not configured this address.
+    """
+    if _normalize(uri) not in _configured and (source := _find_credentials()) is not None:
+        raise CredentialsWithheldError(
+            f"tracking server {uri} is named only by the study, so the credentials in {source} are not sent to it; "
+            f"to send them, set --tracking-uri {uri} or HPSEARCH_TRACKING_URI"
+        )
+
+
+def _find_credentials() -> str | None:
+    """Return the variable or the file that contains the credentials; None if there are none."""
+    if (variable := next((name for name in _VARIABLES if os.environ.get(name)), None)) is not None:
+        return variable
+    return _FILE if Path(os.path.expanduser(_FILE)).exists() else None  # noqa: PTH111 unlike Path's, it raises nothing
+
+
+def _normalize(uri: str) -> str:
+    return uri.strip().rstrip("/")
