@@ -118,6 +118,26 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
+_TAIL_BYTES = 1_000_000
+_TAIL_CHARACTERS = 1_000
+
+
+def read_last_lines(path: Path) -> list[str]:
+    """Return the lines in the last megabyte of a log file without empty lines; empty if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            text = file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def read_tail(path: Path, *, lines: int = 1) -> str:
+    """Return the last lines of a log file, joined to one line of at most 1,000 characters."""
+    return " ".join(line.strip() for line in read_last_lines(path)[-lines:])[-_TAIL_CHARACTERS:]
+
+
 def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:

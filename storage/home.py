@@ -8,6 +8,9 @@ from pathlib import Path
 from hpsearch.storage.errors import StorageError, format_os_error
 
 HOME_VARIABLE = "HPSEARCH_HOME"
+# The folders of a home, except that of Postgres. A private folder also protects its files, whose modes depend on the
+# umask. A umask for the whole process would also change the files of the user's code, and those on shared volumes.
+FOLDERS = ("artifacts", "checkpoints", "logs", "outbox", "prepared", "reports", "runs", "wandb")
 _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 
 
@@ -15,8 +18,9 @@ def prepare_home(value: str | None = None) -> Path:
     """Return the home folder, and create it if it is missing.
 
     The folder is `value` if given, else $HPSEARCH_HOME, else the user's data directory (for root: /var/lib/hpsearch).
-    A new folder has mode 0700. Root's folder has mode 0711: Postgres refuses to run as root, and the unprivileged user
-    that runs Postgres needs access to the data directory, which is in the home folder.
+    A new home has mode 0700; root's has 0711, because Postgres refuses to run as root, and the unprivileged user that
+    runs Postgres needs access to the data directory in the home. The folders in the home have mode 0700, also those of
+    an existing home.
 
     Raises:
         StorageError: the folder cannot be created or written, or is not a folder.
@@ -33,7 +37,25 @@ def prepare_home(value: str | None = None) -> Path:
     if not home.is_dir():
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not a folder: {_REMEDY}")
     check_writable(home)
+    try:
+        for name in FOLDERS:
+            _ensure_private(home / name)
+    except OSError as error:
+        cause = format_os_error(error)
+        raise StorageError(
+            f"{HOME_VARIABLE} {str(home)!r}: {name!r} cannot be a private folder ({cause}): {_REMEDY}"
+        ) from None
     return home
+
+
+def _ensure_private(folder: Path) -> None:
+    """Create a folder with mode 0700, or remove the permissions of other users."""
+    if folder.is_symlink():  # it leads to a folder that the user chose
+        return
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def check_writable(home: Path) -> None:
@@ -45,12 +67,6 @@ def check_writable(home: Path) -> None:
         raise StorageError(
             f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}: run as that user, or {_REMEDY}"
         )
-
-
-def make_private_folder(path: Path) -> Path:
-    """Create the folder `path` and its missing parents with mode 0700, and return `path`."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return path
 
 
 def _resolve_home(value: str | None) -> Path:

@@ -19,7 +19,7 @@ from hpsearch.search.fleet.rank_launcher import join_study_on_devices
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.files import lock_file
+from hpsearch.storage.files import lock_file, read_last_lines
 
 MAX_DEATHS = 5  # consecutive deaths, without a finished trial in between, after which a worker is not restarted
 _MAX_RESTART_DELAY_SECONDS = 30.0
@@ -52,10 +52,7 @@ class WorkerSlot:
 
     def read_last_error(self) -> str:
         """Return the last error in the worker's log; if there is none, the last line of the log."""
-        try:
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            return ""
+        lines = read_last_lines(self.log)
         errors = [line for line in lines if " ERROR " in line or line.startswith("hpsearch:")]
         return (errors or lines or [""])[-1]
 

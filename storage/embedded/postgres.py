@@ -18,10 +18,10 @@ import psutil
 
 from hpsearch.storage.database.connect import is_database_healthy
 from hpsearch.storage.embedded import process, state
-from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account
+from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import write_private
+from hpsearch.storage.files import read_tail, write_private
 from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
@@ -41,12 +41,12 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
     if not (folder / "password").exists():
         write_private(folder / "password", secrets.token_urlsafe(24))
     with tempfile.TemporaryDirectory(prefix="initdb-", dir=folder, ignore_cleanup_errors=True) as name:
-        temporary = Path(name)
+        temporary, setup = Path(name) / "setup", find_setup_account(account)
+        temporary.mkdir(mode=0o700)
         password = temporary / "password"
         write_private(password, read_password(folder))
-        if account.is_other_user:
-            for path in (temporary, password):
-                os.chown(path, account.uid, account.gid)
+        account.admit(Path(name))
+        setup.take_over(temporary)
         result = subprocess.run(
             [
                 str(binaries.bin_folder / "initdb"),
@@ -58,11 +58,12 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
             cwd="/",
             env=make_clean_environment(),
             check=False,
-            **account.popen_options,
+            **setup.popen_options,
         )
         if result.returncode != 0:
             text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
             raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}")
+        account.take_over(temporary / "data")
         (temporary / "data").rename(folder / "data")
 
 
@@ -258,6 +259,8 @@ class EmbeddedPostgres:
                 if running := self.attach():
                     return running
                 continue
+            account.admit(self.folder)
+            account.take_over(self.data_folder)
             port = state.choose_port(preferred_port)
             if self._launch(binaries, account, port, lock):
                 return port
@@ -312,7 +315,7 @@ class EmbeddedPostgres:
             if process.find(identity) is None:
                 if not state.is_port_free(port):
                     return False
-                output = process.read_tail(self.log, lines=2)
+                output = read_tail(self.log, lines=2)
                 raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
             time.sleep(_POLL)
         raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import hashlib
 import os
 import pwd
@@ -16,8 +17,9 @@ from typing import Any
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 
-# Unprivileged users that exist on most systems, best first.
-_UNPRIVILEGED = ("postgres", "nobody")
+# Ids for root's Postgres that no other program uses: neither distributions nor systemd assign them. Processes of the
+# users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user.
+_DEDICATED_IDS = range(65520, 65532)
 # Location of root's Postgres if its user has no access to the home folder.
 _EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
 
@@ -57,12 +59,38 @@ class Account:
         """Return whether this user has access to the folder."""
         return self.can_run(["/bin/sh", "-c", 'cd "$1"', "sh", folder])
 
+    def admit(self, folder: Path) -> None:
+        """Let this user's group, and no other user, traverse a folder of root; do nothing for the current user."""
+        if self.is_other_user:
+            os.chown(folder, 0, self.gid)
+            folder.chmod(0o710)
+
+    def take_over(self, folder: Path) -> None:
+        """Make this user the owner of a folder and its content; do nothing for the current user.
+
+        Files of other users than the folder's owner, to which hard links may lead, are unchanged. If the process is
+        killed, the next call does the rest.
+        """
+        owner = folder.stat().st_uid
+        if not self.is_other_user or owner == self.uid:
+            return
+        paths = [Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
+        for path in (*paths, folder):
+            if path.lstat().st_uid == owner:
+                os.chown(path, self.uid, self.gid, follow_symlinks=False)
+
 
 def find_account(data: Path | None = None) -> Account:
-    """Return the user for Postgres: the current user or, for root, the owner of `data` or an unprivileged user.
+    """Return the user for Postgres: the current user or, for root, a user id that no other program uses.
+
+    The dedicated id has no passwd entry, which only `initdb` needs. Data of a user with an entry, such as `nobody` in
+    earlier versions, are handed over by `Account.take_over`.
+
+    Args:
+        data: data directory, whose owner is returned if it is such an id; None before the directory exists.
 
     Raises:
-        StorageError: the current user has no passwd entry, or is root and cannot run programs as an unprivileged user.
+        StorageError: the current user has no passwd entry, or is root and cannot switch to the dedicated id.
     """
     if (uid := os.geteuid()) != 0:
         try:
@@ -73,21 +101,46 @@ def find_account(data: Path | None = None) -> Account:
                 "directory: add an entry, or give --storage-url"
             ) from None
         return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
-    if data is not None and data.exists() and data.stat().st_uid != 0:
-        owner = data.stat()
+    if data is not None and data.exists() and not _has_name((owner := data.stat()).st_uid):
         return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
-    for name in _UNPRIVILEGED:
-        try:
-            entry = pwd.getpwnam(name)
-        except KeyError:
-            continue
-        account = Account(name, entry.pw_uid, entry.pw_gid, is_other_user=True)
+    number = next((each for each in _DEDICATED_IDS if not _has_name(each)), None)
+    if number is not None:
+        account = Account(f"uid {number}", number, number, is_other_user=True)
         if account.can_enter(Path("/")):  # root of a user namespace may not be able to switch users
             return account
     raise StorageError(
-        f"Postgres refuses to run as root, and root cannot start it as user {' or '.join(_UNPRIVILEGED)}: "
-        "run hpsearch as an ordinary user, or give --storage-url"
+        "Postgres refuses to run as root, and root cannot start it with a user id of its own "
+        f"({_DEDICATED_IDS[0]} to {_DEDICATED_IDS[-1]}): run hpsearch as an ordinary user, or give --storage-url"
     )
+
+
+def find_setup_account(account: Account) -> Account:
+    """Return the user that runs `initdb`, which needs a passwd entry: for root any unprivileged user.
+
+    The process has the group of `account`, so other processes of that user can neither enter its folder nor trace it.
+
+    Raises:
+        StorageError: no unprivileged user exists.
+    """
+    if not account.is_other_user:
+        return account
+    entry = next((each for each in pwd.getpwall() if each.pw_name == "nobody"), None)
+    entry = entry or next((each for each in pwd.getpwall() if each.pw_uid != 0), None)
+    if entry is None:
+        raise StorageError(
+            "Postgres cannot create its data directory as root without another user in /etc/passwd: add a user, "
+            "run hpsearch as an ordinary user, or give --storage-url"
+        )
+    return Account(entry.pw_name, entry.pw_uid, account.gid, is_other_user=True)
+
+
+def _has_name(number: int) -> bool:
+    """Return whether the id belongs to a user or group of this system."""
+    for find in (pwd.getpwuid, grp.getgrgid):
+        with contextlib.suppress(KeyError):
+            find(number)
+            return True
+    return False
 
 
 def find_postgres_folder(home: Path) -> Path | None:
@@ -106,14 +159,17 @@ def make_postgres_folder(home: Path) -> Path:
         return inside
     if existing := find_postgres_folder(home):
         return existing
-    _make_passable(inside)
-    if find_account().can_enter(inside):
+    account = find_account()
+    inside.mkdir(exist_ok=True)
+    account.admit(inside)
+    if account.can_enter(inside):
         return inside
     with contextlib.suppress(OSError):  # the folder is not empty
         inside.rmdir()
     outside.parent.mkdir(parents=True, exist_ok=True)
     outside.parent.chmod(0o711)
-    _make_passable(outside)
+    outside.mkdir(exist_ok=True)
+    account.admit(outside)
     (outside / "home").write_text(f"{home}\n")  # names the owner, for manual cleanup
     return outside
 
@@ -152,8 +208,3 @@ def _copy_package(package: Path, target: Path) -> None:
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     unfinished.rename(target)
-
-
-def _make_passable(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    folder.chmod(0o711)

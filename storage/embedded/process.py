@@ -138,15 +138,6 @@ def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
     return True
 
 
-def read_tail(log: Path, *, lines: int = 1) -> str:
-    """Return the last lines of a log file, joined to one line."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:
-        return ""
-    return " ".join(line.strip() for line in text.splitlines()[-lines:])
-
-
 def _read_marker(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(MARKER_VARIABLE)

@@ -18,7 +18,6 @@ from hpsearch.storage.embedded.postgres_account import find_postgres_folder, mak
 from hpsearch.storage.embedded.state import StackState
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import make_private_folder
 
 
 def require_server_packages() -> None:
@@ -216,7 +215,7 @@ class EmbeddedStack:
         return make_database_url(role, password, port, database, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        artifacts = make_private_folder(self.home / "artifacts").as_uri()
+        artifacts = (self.home / "artifacts").as_uri()
         command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")

@@ -21,10 +21,11 @@ from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackI
 from hpsearch.storage.embedded.state import STATE_FILE, ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import HOME_VARIABLE, check_writable, make_private_folder, prepare_home
+from hpsearch.storage.home import HOME_VARIABLE, check_writable, prepare_home
 
 __all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
 
+_LOCK_FILE = "stack.lock"
 _LOCK_TIMEOUT = 900.0  # seconds
 
 
@@ -108,7 +109,7 @@ def down(home: Path) -> list[str]:
     if not home.is_dir():
         return []
     check_writable(home)
-    if not (home / STATE_FILE).exists() and not (home / "logs").exists():
+    if not (home / STATE_FILE).exists() and not (home / _LOCK_FILE).exists():
         return []  # no command has created a stack
     with _lock_stack(home) as stack:
         return stack.stop()
@@ -180,7 +181,7 @@ def _lock_stack(
     import filelock
 
     home = home.resolve()
-    lock = filelock.FileLock(home / "stack.lock", mode=0o600)
+    lock = filelock.FileLock(home / _LOCK_FILE, mode=0o600)
     try:
         try:
             lock.acquire(timeout=0.2)
@@ -189,12 +190,11 @@ def _lock_stack(
             lock.acquire(timeout=_LOCK_TIMEOUT)
     except filelock.Timeout:
         raise StorageError(
-            f"a process has locked {str(home / 'stack.lock')!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end that process"
+            f"a process has locked {str(home / _LOCK_FILE)!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end that process"
         ) from None
     except (OSError, NotImplementedError) as error:
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): set a local folder") from None
     try:
-        make_private_folder(home / "logs")
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): set another folder") from error

@@ -16,6 +16,7 @@ from hpsearch.storage.embedded import process
 from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.files import read_tail
 from hpsearch.storage.urls import redact
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
@@ -104,7 +105,7 @@ class WebService:
             self._restart()
             if self._wait(START_TIMEOUT):
                 return
-        last = redact(process.read_tail(self.log))
+        last = redact(read_tail(self.log))
         state = "does not answer" if self.find() else "ended during its start"
         raise StorageError(f"{self.name} {state}: {last or 'no output'} (see {self.log})")
 
@@ -132,7 +133,7 @@ class WebService:
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER_VARIABLE: self.process_marker} | added
-        self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home)
+        self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home, umask=0o077)
         self.save_state()
 
     def _wait(self, timeout: float) -> bool:

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch import load_objective
 from hpsearch.search.study.ranking import rank_trials
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 
 # One pytest process runs all tests of this search.
@@ -32,6 +33,19 @@ def test_the_budget_is_spent_exactly(search: Search) -> None:
     assert [t.number for t in trials] == list(range(12))
     assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert len({t.user_attrs["hpsearch:worker"] for t in trials}) == 3
+
+
+def test_everything_in_the_home_is_private(search: Search, stack: StackInfo) -> None:
+    assert (stack.home / "runs").is_dir()
+    open_to_others = {
+        path.name: oct(path.stat().st_mode) for path in stack.home.iterdir() if path.stat().st_mode & 0o077
+    }
+    # Only the group of root's Postgres, which has no members, can enter its folder.
+    assert open_to_others in ({}, {"postgres": oct(0o40710)})
+    for path in (stack.home / "postgres").iterdir():
+        assert path.stat().st_mode & 0o077 == 0 or path.name.startswith("binaries-"), path
+    for path in (stack.home / "artifacts").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_mlflow_has_one_parent_run_with_a_child_for_each_trial(search: Search) -> None:

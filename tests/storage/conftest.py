@@ -31,6 +31,12 @@ class OrdinaryUser:
         os.chown(path, self.uid, self.gid)
         return path
 
+    def can_read(self, path: Path) -> bool:
+        """Return whether this user can read a file, without the capability that `python` may have."""
+        switch = [f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--no-new-privs"]
+        command = ["setpriv", *switch, "cat", str(path)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
     def python(self, code: str, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         """Run Python code with an environment of a new login."""
         return subprocess.run(

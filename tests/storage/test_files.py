@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.files import append_atomically, compute_folder_bytes, lock_file
+from hpsearch.storage.files import append_atomically, compute_folder_bytes, lock_file, read_last_lines, read_tail
 
 
 def test_the_size_of_a_changing_folder(tmp_path: Path) -> None:
@@ -75,3 +75,17 @@ def test_a_file_system_without_locks_grants_every_lock(tmp_path: Path, monkeypat
     monkeypatch.setattr(fcntl, "flock", refused)
     held = [lock_file(tmp_path / "lock") for _ in range(2)]
     assert None not in held
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "huge.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 36)  # a sparse file
+        file.seek(1 << 36)
+        file.write(b"\xffbroken\n\nlast \x1b[2J line\n\n")
+    assert read_tail(log) == "last \x1b[2J line"
+    assert read_tail(log, lines=2).endswith("broken last \x1b[2J line")
+    assert len(read_last_lines(log)) == 2
+    log.write_text("x" * 5_000_000)
+    assert len(read_tail(log)) == 1_000
+    assert read_tail(tmp_path / "missing.log") == ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import make_private_folder, prepare_home
+from hpsearch.storage.home import FOLDERS, prepare_home
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
@@ -30,13 +30,43 @@ def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> 
     home = prepare_home(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
     # Other users can traverse root's home, because root's Postgres runs as another user.
     assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
-    assert _mode(make_private_folder(home / "a" / "b")) == 0o700
+    assert {path.name: _mode(path) for path in home.iterdir()} == dict.fromkeys(FOLDERS, 0o700)
 
 
-def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o750)
-    assert prepare_home(str(tmp_path)) == tmp_path
-    assert _mode(tmp_path) == 0o750
+def test_an_existing_home_keeps_its_mode_and_its_folders_become_private(tmp_path: Path) -> None:
+    home, shared = tmp_path / "home", tmp_path / "shared"
+    for folder in (home / "runs" / "s", home / "sources", shared):
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)
+    (home / "runs").chmod(0o775)
+    (home / "checkpoints").symlink_to(shared)  # the user's own folder
+    home.chmod(0o750)
+    assert prepare_home(str(home)) == home
+    assert (_mode(home), _mode(home / "runs"), _mode(home / "reports")) == (0o750, 0o700, 0o700)
+    assert (_mode(shared), _mode(home / "sources")) == (0o755, 0o755)
+
+
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(StorageError, match=r"'runs' cannot be a private folder \(File exists\): set HPSEARCH_HOME"):
+        prepare_home(str(tmp_path))
+
+
+def test_another_user_cannot_read_files_of_root(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+    home = open_folder / "home"
+    (home / "reports").mkdir(parents=True)
+    for folder in (home, home / "reports"):
+        folder.chmod(0o755)  # as earlier versions created them
+    prepare_home(str(home))
+    for name in FOLDERS:
+        file = home / name / "study" / "file"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        for path in (file.parent, file):
+            path.chmod(0o755)  # as with the usual umask
+        assert not ordinary_user.can_read(file), name
+    (home / "readable").touch()
+    assert ordinary_user.can_read(home / "readable"), "the user can enter the home"
 
 
 def test_a_relative_path_and_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

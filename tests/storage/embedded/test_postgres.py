@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make
 from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
+from tests.storage.conftest import OrdinaryUser
 
 
 def _home_in(fresh_home: Path) -> Path:
@@ -323,6 +325,50 @@ class TestAsRoot:
         old.stop()
         owner = find_account(old.data_folder)
         assert (owner.uid, owner.is_other_user) == (old.data_folder.stat().st_uid, True)
+
+    @pytest.mark.parametrize("name", ["nobody", "postgres"])
+    def test_no_process_of_another_service_can_read_the_data(self, old: EmbeddedPostgres, name: str) -> None:
+        try:
+            other = pwd.getpwnam(name)
+        except KeyError:
+            pytest.skip(f"the system has no user {name}")
+        running = old.find_process()
+        assert running is not None
+        assert other.pw_uid not in running.uids()
+        assert other.pw_gid not in running.gids()
+        user = OrdinaryUser(other.pw_uid, other.pw_gid, ())
+        old.folder.chmod(0o711)  # as earlier versions created it
+        (old.data_folder / "pg_hba.conf").chmod(0o644)
+        assert not user.can_read(old.data_folder / "pg_hba.conf")
+        assert not user.can_read(Path(f"/proc/{running.pid}/environ"))
+
+    def test_data_of_earlier_versions_are_handed_over(self, old: EmbeddedPostgres, tmp_path: Path) -> None:
+        port, earlier = old.read_port(), pwd.getpwnam("nobody")
+        assert port is not None
+        with _connect(old, port).cursor() as cursor:
+            cursor.execute("CREATE TABLE handed_over AS SELECT 7 AS x")
+        old.stop()
+        for path in (old.data_folder, *old.data_folder.rglob("*")):
+            os.chown(path, earlier.pw_uid, earlier.pw_gid, follow_symlinks=False)
+        (tmp_path / "of-root").touch()
+        os.link(tmp_path / "of-root", old.data_folder / "linked")
+        (old.data_folder / "link").symlink_to(tmp_path / "of-root")
+        assert old.start(port) == port
+        (old.data_folder / "linked").unlink()
+        (old.data_folder / "link").unlink()
+        assert (tmp_path / "of-root").stat().st_uid == 0
+        owners = {path.lstat().st_uid for path in (old.data_folder, *old.data_folder.rglob("*"))}
+        assert owners == {find_account(old.data_folder).uid}
+        assert owners.isdisjoint({0, earlier.pw_uid})
+        with _connect(old, port).cursor() as cursor:
+            cursor.execute("SELECT x FROM handed_over")
+            assert cursor.fetchone() == (7,)
+
+    def test_without_a_free_user_id_postgres_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(postgres_account, "_has_name", lambda _: True)
+        with pytest.raises(StorageError, match=r"refuses to run as root.*run hpsearch as an ordinary user") as raised:
+            find_account()
+        assert "\n" not in str(raised.value)
 
 
 def test_a_user_id_without_a_name_works(monkeypatch: pytest.MonkeyPatch) -> None:
