@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,6 +91,34 @@ def source_hash(objective: BaseObjective) -> str:
     if (path := find_source_file(type(objective))) is None:
         raise ObjectiveError(f"{type(objective).__name__} has no source file; define the class in a file")
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def is_file_reference(reference: str) -> bool:
+    """Return whether a reference is a path to a file, and not a built-in name or a module."""
+    return _file_reference(reference) is not None
+
+
+def locate_source(reference: str) -> Path | None:
+    """Return the file that a reference would import, without importing it; None if there is no such file."""
+    reference = normalize_reference(reference)
+    reference = BUILTIN.get(reference, reference)
+    if (file := _file_reference(reference)) is not None:
+        return file[0].resolve() if file[0].is_file() else None
+    parts, spec = reference.partition(":")[0].split("."), None
+    for number in range(1, len(parts) + 1):
+        folders = None if spec is None else [*(spec.submodule_search_locations or ())]
+        spec = _find_spec(".".join(parts[:number]), folders)
+        if spec is None:
+            return None
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+def _find_spec(name: str, folders: list[str] | None) -> ModuleSpec | None:
+    """Return the spec of a module; unlike `importlib.util.find_spec`, this imports no parent package."""
+    for finder in sys.meta_path:
+        if (spec := finder.find_spec(name, folders)) is not None:
+            return spec
+    return PathFinder.find_spec(name, [str(Path.cwd())]) if folders is None else None
 
 
 def _find_class(reference: str) -> type[BaseObjective]:

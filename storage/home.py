@@ -25,7 +25,7 @@ def prepare_home(value: str | None = None) -> Path:
     Raises:
         StorageError: the folder cannot be created or written, or is not a folder.
     """
-    home = _resolve_home(value)
+    home = resolve_home(value)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         if not home.exists():
@@ -69,7 +69,12 @@ def check_writable(home: Path) -> None:
         )
 
 
-def _resolve_home(value: str | None) -> Path:
+def resolve_home(value: str | None = None) -> Path:
+    """Return the path of the home folder, without creating it; see `prepare_home`.
+
+    Raises:
+        StorageError: the path names an unknown user.
+    """
     if chosen := value or os.environ.get(HOME_VARIABLE):
         try:
             return Path(chosen).expanduser().absolute()

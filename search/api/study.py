@@ -731,10 +731,9 @@ def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
 
 
 def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:
-    from hpsearch.objectives.loading import load_objective
     from hpsearch.search.study.enqueue import read_rows
 
-    return read_rows(given, load_objective(stored.spec.objective))
+    return read_rows(given, stored.objective())
 
 
 def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: Iterable[str]) -> None:

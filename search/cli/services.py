@@ -62,19 +62,23 @@ def status(home: o.Home = None) -> int:
 def doctor(
     name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study that a worker will join")] = None,
     *,
+    import_objective: Annotated[
+        bool, typer.Option("--import-objective", help="Import the code of the study's objective")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,
 ) -> int:
     """Check the prerequisites of a worker on this machine.
 
     Checks services, permissions, disk, devices and versions. With STUDY, also checks that a worker can join the study.
+    Without --import-objective, the code of the study's objective is compared, but not imported.
     The command starts no services. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.doctor.doctor import format_finding, format_status_counts, run_checks
 
     console, findings = PlainConsole(), []
-    for finding in run_checks(name, **where):
+    for finding in run_checks(name, import_objective=import_objective, **where):
         findings.append(finding)
         if not as_json:
             console.print(format_finding(finding, console.width if console.is_terminal else None))
@@ -172,6 +176,7 @@ def restore(
         echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
     if done.missing_files:
         echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
+    echo(f"commands import no objective file of a study before you confirm it with: {format_command('trust', 'STUDY')}")
     echo(f"list the studies with: {format_command('studies', *at)}")
 
 

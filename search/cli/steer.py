@@ -1,4 +1,4 @@
-"""Commands that change a study: stop, start, extend, retry, sync, delete, gc."""
+"""Commands that change a study: stop, start, extend, retry, sync, trust, delete, gc."""
 
 from __future__ import annotations
 
@@ -131,6 +131,28 @@ def sync(
         echo("this machine has no unsent records")
     synced = [each.sync() for each in studies]
     return 0 if all(each.is_complete for each in synced) else 1
+
+
+@register(MONITOR_SECTION)
+def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
+    """Confirm that commands may import the code of a study's objective.
+
+    This is necessary on a machine where you did not start the study, if its code has changed, belongs to another user,
+    or comes from a backup. `run` confirms the objective that it is given.
+    """
+    from hpsearch.objectives.loading import locate_source
+    from hpsearch.search.api.opening import open_study
+    from hpsearch.search.errors import SearchError
+
+    study, _ = open_study(name, where)
+    reference = study.spec.objective
+    if (source := locate_source(reference)) is None:
+        raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
+    if not yes and not confirm(f"may hpsearch run the code in {str(source)!r} as you?"):
+        echo("not confirmed: the objective stays untrusted")
+        raise typer.Exit(1)
+    study.trust_code()
+    echo(f"commands on this machine may import {source}")
 
 
 @register(MONITOR_SECTION)

@@ -16,10 +16,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
+from hpsearch.objectives.loading import locate_source
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.cores_and_gpus import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
+from hpsearch.search.study.trust import check_source, find_distrust
 from hpsearch.storage.attributes import STOPPED, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import StorageError, format_error
@@ -278,14 +280,25 @@ def _check_release(study: StoredStudy) -> Finding:
 
 
 def _check_objective(study: StoredStudy) -> Finding:
-    study.objective()
+    """Check the objective without importing it, because every worker's database role can write its reference."""
+    reference = study.spec.objective
+    if (source := locate_source(reference)) is None:
+        return Finding("failed", f"{reference} is not on this machine", "copy the file, or install the package")
+    return Finding("ok", f"{reference} is in {source}; --import-objective imports it too")
+
+
+def _import_objective(study: StoredStudy) -> Finding:
+    study.objective(allow_changed=True)
     return Finding("ok", f"{study.spec.objective} is importable, its metric is {study.spec.metric}")
 
 
 def _check_source(study: StoredStudy) -> Finding:
-    if changed := study.source_warning(study.objective()):
-        return Finding("warning", changed)
-    return Finding("ok", "the objective's code is unchanged since the study was created")
+    name, reference, attrs = study.spec.name, study.spec.objective, study.attrs
+    check_source(name, reference, attrs, allow_changed=True)
+    if (reason := find_distrust(reference, attrs)) is not None:
+        remedy = f"if you trust it, run '{format_command('trust', name)}'"
+        return Finding("warning", f"the objective needs your confirmation, because {reason}", remedy)
+    return Finding("ok", "the objective's code is unchanged since the study was created, or you have confirmed it")
 
 
 # The study is read only if the check `rights` has passed.
@@ -295,3 +308,4 @@ STUDY_CHECKS: Checks = (
     ("objective", _check_objective, "study"),
     ("source", _check_source, "objective"),
 )
+IMPORT_CHECKS: Checks = (("import", _import_objective, "objective"),)

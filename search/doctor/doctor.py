@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hpsearch.search.console import format_command
 from hpsearch.search.doctor.checks import (
+    IMPORT_CHECKS,
     STUDY_CHECKS,
     Checker,
     Finding,
@@ -44,6 +45,7 @@ def run_checks(
     tracking_uri: str | None = None,
     checkpoint_url: str | None = None,
     home: str | None = None,
+    import_objective: bool = False,
 ) -> Iterator[Finding]:
     """Run all checks on this machine and yield their findings; start no services, and leave no test files.
 
@@ -54,6 +56,7 @@ def run_checks(
         checkpoint_url: address of the checkpoints; None selects the study's address, or else a folder in the home
             folder.
         home: home folder, with the embedded stack, runs and logs; None selects the default folder.
+        import_objective: whether to import the study's objective; otherwise its file is only located and compared.
 
     Raises:
         SearchError: the study does not exist, or `tracking_uri` is given without `storage_url`.
@@ -82,7 +85,8 @@ def run_checks(
     else:
         yield checker.run("mlflow", partial(_report_missing_server, found), "rights" if is_unread else "services")
     yield checker.run("artifacts", partial(check_artifacts, server or ""), "mlflow")
-    for name, look, need in STUDY_CHECKS if study is not None else ():
+    study_checks = (*STUDY_CHECKS, *(IMPORT_CHECKS if import_objective else ()))
+    for name, look, need in study_checks if study is not None else ():
         yield checker.run(name, partial(look, found), need)
     checkpoints = checkpoint_url or (read_checkpoint_url(found) if found is not None else None)
     needs = ("rights",) if is_unread and checkpoints is None else ()

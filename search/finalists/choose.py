@@ -29,6 +29,7 @@ from hpsearch.storage.attributes import (
     FOLDER_NAME,
     PARENT_TRIAL,
     REMOVED_BY,
+    RESTORED,
     RUN_ID,
     RUN_URL,
     SOURCE_SHA256,
@@ -84,10 +85,13 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     return parse_spec({**searched.model_dump(), **own})
 
 
+_SHARED = (SOURCE_SHA256, RESTORED, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL)  # attributes as in the search
+
+
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return the user attributes of the new study: its folder and spec, and attributes copied from the search."""
     attrs = study.attrs
-    shared = {key: attrs[key] for key in (SOURCE_SHA256, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in attrs}
+    shared = {key: attrs[key] for key in _SHARED if key in attrs}
     return {**shared, FOLDER_NAME: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 
 

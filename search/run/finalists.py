@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 from rich.console import Console
 
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
-from hpsearch.objectives.loading import load_objective
 from hpsearch.search.console import PlainConsole, format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
@@ -104,7 +103,7 @@ def train_companion_study(
     if workers:
         check_trackers(study.spec)
         check_not_stopped(study)
-        if warning := study.source_warning(load_objective(study.spec.objective)):
+        if warning := study.source_warning(study.objective()):
             console.print(f"warning: {warning}", style="yellow")
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     flush_outbox(console, services, study, interrupted=interrupted)
@@ -242,7 +241,7 @@ def run_refit(
     """
 
     def make_refit() -> tuple[StoredStudy, bool]:
-        if isinstance(load_objective(study.spec.objective), LoopObjective):
+        if isinstance(study.objective(), LoopObjective):
             raise SearchError(
                 f"--refit is not available for {study.spec.objective}, whose custom training loop splits its own data; "
                 "promote the winner without --refit"

@@ -7,7 +7,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -42,6 +42,7 @@ from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTE
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
 from hpsearch.storage.trials.budget import create_spending
@@ -287,6 +288,8 @@ def begin_search(
             storage, settings, objective, check=check, sanity_check=sanity_check, enqueued=enqueued
         )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
+        with suppress(StorageError):  # without the record, the code is accepted until it changes
+            study.trust_code()  # the caller has named the objective
         start_timeout(study)
         if checkpoint_url is not None:
             store_checkpoint_url(study, checkpoint_url)

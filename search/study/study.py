@@ -22,7 +22,8 @@ from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
-from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.search.study.trust import check_source, trust_reference
+from hpsearch.storage.attributes import FOLDER_NAME, RESTORED, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -135,15 +136,30 @@ class StoredStudy:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
 
-    def objective(self) -> BaseObjective:
+    def objective(self, *, allow_changed: bool = False) -> BaseObjective:
         """Load the study's objective, and set the metrics that the objective optimizes and reports.
 
+        Args:
+            allow_changed: whether to import code that has changed since the study was created; see `check_source`.
+
         Raises:
+            SearchError: the user has to confirm the objective's code.
             ObjectiveError: the objective cannot be loaded, or a metric does not fit the objective.
         """
+        check_source(self.spec.name, self.spec.objective, self.attrs, allow_changed=allow_changed)
         objective = load_objective(self.spec.objective)
         set_metrics(objective, self.spec)
         return objective
+
+    def trust_code(self) -> None:
+        """Record that the user confirms the current code of the study's objective.
+
+        Raises:
+            StorageError: the record cannot be written.
+        """
+        trust_reference(self.spec.objective)
+        if self.attrs.get(RESTORED):
+            self.set_attr(RESTORED, None)
 
     def source_warning(self, objective: BaseObjective) -> str | None:
         """Return a warning if the objective's code has changed since the study was created."""

@@ -82,7 +82,7 @@ class WorkerContext:
         if error := services.tracking_error:
             log.warning("%s; the search continues, and unsent records are in %s", error, services.home / "outbox")
         require_measurable(spec, options.device)
-        self.objective = study.objective()
+        self.objective = study.objective(allow_changed=True)
         with as_search_error(f"study {name!r} cannot run on this machine: "):
             spec.sampler.prepare()
         if warning := study.source_warning(self.objective):

@@ -161,6 +161,7 @@ def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs
     clear, script = dump.with_name("clear.sql"), dump.with_name("script.sql")
     clear.write_text(_CLEAR.format(checks="".join(_REJECT_ROWS.format(table=table) for table in must_be_empty)))
     run_program(programs, "pg_restore", "--no-owner", "--no-privileges", f"--file={script}", dump)
+    require_restricted(script, programs)
     run_program(
         programs,
         "psql",
@@ -168,6 +169,24 @@ def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs
         *(f"--file={clear}", f"--file={script}"),
         url=url,
     )
+
+
+def require_restricted(script: Path, programs: Binaries) -> None:
+    """Check that psql runs no shell commands from the script of a dump.
+
+    The author of a dump can put commands of psql into it that run shell commands (CVE-2025-8714). Corrected versions of
+    pg_restore disable such commands at the start of a script.
+
+    Raises:
+        StorageError: pg_restore has not disabled the commands.
+    """
+    with script.open("rb") as file:
+        head = [file.readline(200) for _ in range(8)]
+    if not any(line.startswith(b"\\restrict ") for line in head):
+        raise StorageError(
+            f"pg_restore {programs.version} runs shell commands from a changed backup: install Postgres 13.22, 14.19, "
+            "15.14, 16.10, 17.6, 18 or newer, or pip install 'hpsearch[server]'"
+        )
 
 
 _REJECT_ROWS = """

@@ -13,10 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
+from hpsearch.storage.attributes import (
+    CHECKPOINT_URL,
+    MODEL,
+    PENDING,
+    RESTORED,
+    RUN_ID,
+    RUN_URL,
+    SPEC,
+    TRACKING,
+    TRACKING_URI,
+)
 from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
 from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session, restore_dump
+from hpsearch.storage.checkpoints.store import is_checkpoint_path
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import MIGRATIONS, list_revisions, migrate
 from hpsearch.storage.database.schema import PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
@@ -221,7 +232,10 @@ def _restore_all(
     with open_session(*locations.studies) as cursor:
         again = _is_partial_restore(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
-    moves = [(source, locations.checkpoints / path) for path, source in unpacked.iterate_files(archive.CHECKPOINTS)]
+    files = list(unpacked.iterate_files(archive.CHECKPOINTS))
+    moves = [(source, locations.checkpoints / path) for path, source in files if is_checkpoint_path(str(path))]
+    if len(moves) < len(files):
+        progress(f"skipping {len(files) - len(moves)} files that do not have names of checkpoints")
     if (artifacts := locations.artifacts_folder) is not None:
         moves += [(source, artifacts / path) for path, source in unpacked.iterate_files(archive.ARTIFACTS)]
     if not again:
@@ -241,6 +255,7 @@ def _restore_all(
     migrate(locations.studies.url, setting=locations.studies.setting)
     with _open_cursors(locations) as (studies, mlflow):
         release_trials(studies)
+        mark_restored(studies)
         if mlflow is not None:
             reconcile_databases(studies, mlflow)
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
@@ -282,6 +297,18 @@ _RELEASE = """
 def release_trials(cursor: Any) -> None:
     """Release the trials that were running at the backup, because their workers do not use the restored database."""
     cursor.execute(_RELEASE)
+
+
+def mark_restored(cursor: Any) -> None:
+    """Mark all studies as restored, so that no command imports their objectives before the user confirms them."""
+    cursor.execute(
+        """
+        INSERT INTO study_user_attributes (study_id, key, value_json)
+        SELECT study_id, %s, 'true' FROM study_user_attributes WHERE key = %s
+        ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
+        """,
+        (RESTORED, SPEC),
+    )
 
 
 # For trials whose run was completely uploaded to MLflow after the snapshot of the studies.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -236,6 +237,15 @@ def get_checkpoint_path(path: str) -> str:
     """Return the path of the checkpoint that a file belongs to; an unfinished copy (`.tmp`) is returned unchanged."""
     folder, _, name = path.rpartition("/")
     return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
+
+
+# STUDY/0007/0004-1.pt (or 0004.120-1.pt), and its shards and metadata.
+_CHECKPOINT_PATH = re.compile(r"[A-Za-z0-9][\w.-]*/\d{4,}/[\d.]+-\d+\.pt(\.metadata|\.\d+_\d+\.distcp)?", re.ASCII)
+
+
+def is_checkpoint_path(path: str) -> bool:
+    """Return whether a path below the URL of a store is one that a worker gives to a checkpoint file."""
+    return _CHECKPOINT_PATH.fullmatch(path) is not None
 
 
 def is_below(url: str, root: str) -> bool:

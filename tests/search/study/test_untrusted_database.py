@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,10 +14,14 @@ from typing import Any
 import optuna
 import pytest
 
+from hpsearch.objectives.loading import locate_source
+from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
+from hpsearch.search.errors import SearchError
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RUN_ID, SPEC, TRACKING_URI
+from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RUN_ID, SOURCE_SHA256, SPEC, TRACKING_URI
+from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.mlflow import credentials
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.factories import spec_of
@@ -241,3 +248,99 @@ def test_credentials_are_sent_to_a_configured_address(
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "geheim")
     run_command(["show", "s", "--tracking-uri", f"{listener.uri}/"])
     assert "Bearer geheim" in listener.received
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """Return an objective file that records its import in the file `imported` next to it."""
+    path = tmp_path / "code" / "wine.py"
+    path.parent.mkdir()
+    write_template(path)
+    path.write_text(f"{path.read_text()}\n\nimport pathlib\n\npathlib.Path(__file__).with_name('imported').touch()\n")
+    return path
+
+
+def make_study_of(storage: PostgresStorage, code: Path, **attrs: Any) -> None:
+    spec = {**spec_of(name="none").model_dump(), "objective": f"{code}", "metric": "accuracy"}
+    make_study(storage, **{SPEC: spec, **attrs})
+
+
+@pytest.mark.usefixtures("home")
+def test_doctor_imports_no_objective_unless_it_is_asked_to(
+    storage: PostgresStorage, code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
+    run_command(["doctor", "s"])
+    assert not code.with_name("imported").exists()
+    assert "--import-objective imports it" in capsys.readouterr().out
+    run_command(["doctor", "s", "--import-objective"])
+    assert code.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("recorded", [{}, {SOURCE_SHA256: "0" * 64}], ids=["no hash", "another hash"])
+def test_an_objective_with_another_hash_is_imported_only_after_a_confirmation(
+    storage: PostgresStorage, code: Path, capsys: pytest.CaptureFixture[str], recorded: dict[str, str]
+) -> None:
+    make_study_of(storage, code, **recorded)
+    study = load_study(storage, "s")
+    with pytest.raises(SearchError, match=r"its code has changed .* confirm it with: .*hpsearch trust s"):
+        study.objective()
+    assert run_command(["trust", "s", "--yes"]) == 0
+    assert "commands on this machine may import" in capsys.readouterr().out
+    assert not code.with_name("imported").exists()
+    assert study.objective().name
+    code.write_text(f"{code.read_text()}# changed again\n")
+    with pytest.raises(SearchError, match="its code has changed"):
+        study.objective()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_file_of_another_user_is_not_imported(storage: PostgresStorage, code: Path) -> None:
+    """The attacker writes the hash of his own file into the study."""
+    if os.geteuid() != 0:
+        pytest.skip("takes root to create a file of another user")
+    os.chown(code, pwd.getpwnam("nobody").pw_uid, -1)
+    make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
+    with pytest.raises(SearchError, match="because the file belongs to another user; if you trust this code"):
+        load_study(storage, "s").objective()
+    assert not code.with_name("imported").exists()
+
+
+def test_a_file_in_the_home_folder_is_not_imported(storage: PostgresStorage, code: Path, home: Path) -> None:
+    """MLflow's server writes artifacts of others into this folder, as the user."""
+    artifact = home / "artifacts" / "1" / "run" / "wine.py"
+    artifact.parent.mkdir(parents=True)
+    (home / "stack.json").write_text("{}")
+    code.rename(artifact)
+    make_study_of(storage, artifact, **{SOURCE_SHA256: compute_sha256(artifact)})
+    with pytest.raises(SearchError, match="because the file is in a home folder of hpsearch; if you trust"):
+        load_study(storage, "s").objective()
+    assert not artifact.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("reference", ["~/wine.py:Wine", "code/wine.py", "./code/wine.py:Wine"])
+def test_stored_references_are_not_expanded(
+    storage: PostgresStorage, code: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    monkeypatch.setenv("HOME", str(code.parent))
+    monkeypatch.chdir(code.parents[1])
+    spec = {**spec_of(name="none").model_dump(), "objective": reference, "metric": "accuracy"}
+    make_study(storage, **{SPEC: spec, SOURCE_SHA256: compute_sha256(code)})
+    for allow_changed in (False, True):  # commands and workers
+        with pytest.raises(SearchError, match="because its path is not absolute"):
+            load_study(storage, "s").objective(allow_changed=allow_changed)
+    assert not code.with_name("imported").exists()
+
+
+@pytest.mark.parametrize(
+    "reference", ["digits", "hpsearch.objectives.builtin.digits:Digits", "tests.e2e.cheap:Cheap", "no.such:Module"]
+)
+def test_locating_an_objective_imports_nothing(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tests.e2e.cheap", "tests.e2e", "hpsearch.objectives.builtin.digits"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = set(sys.modules)
+    found = locate_source(reference)
+    assert set(sys.modules) == before
+    assert (found is None) == (reference == "no.such:Module")
