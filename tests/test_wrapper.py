@@ -2,6 +2,7 @@
 
 import ast
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PYTHON = os.path.realpath(sys.executable)  # not that of the virtual environment, because the wrapper creates one
 PUBLIC_PYTHON = shutil.which("python3.11", path="/usr/local/bin:/usr/bin")
+CONSTRAINTS = ("constraints.txt", "constraints-torch.txt")
 UNPRIVILEGED = 65534  # the user `nobody`
 OTHER_USER: dict[str, Any] = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": [], "cwd": "/"}
 
@@ -37,8 +39,8 @@ class Clone:
     def __init__(self, root: Path, python: str = PYTHON) -> None:
         shutil.copytree(REPOSITORY / "tests" / "wrapper_clone", root, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(REPOSITORY / "hpsearch", root)
-        (root / "constraints.txt").write_text("torch==2.13.0\n")
-        (root / "requires.txt").write_text("")
+        (root / "constraints.txt").write_text("")
+        (root / "constraints-torch.txt").write_text("# torch==2.13.0\n")
         self.root, self.venv, self.python = root, root / ".venv", python
         tools = root.parent / "tools"
         tools.mkdir(exist_ok=True)
@@ -64,6 +66,16 @@ class Clone:
         return subprocess.run(
             self.command(*arguments), env=self.environment, capture_output=True, text=True, check=False, **options
         )
+
+    def require(self, *wheels: Path) -> None:
+        """Make the project depend on these wheels, with their hashes in the constraints."""
+        path = self.root / "pyproject.toml"
+        names = [wheel.name.split("-")[0] for wheel in wheels]
+        path.write_text(
+            re.sub(r"^dependencies = .*", f"dependencies = {json.dumps(names)}", path.read_text(), flags=re.M)
+        )
+        for wheel in wheels:
+            change(self.root / CONSTRAINTS[wheel.name.startswith("torch-")], pin(wheel))
 
     def builds(self) -> int:
         path = self.root / "builds"
@@ -108,15 +120,22 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") -> None:
+def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") -> Path:
     """Build a wheel with one module in ``folder``, where only a configured installer finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{name}.py", f"VALUE = {version!r}\n")
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def pin(wheel: Path) -> str:
+    name, version, *_ = wheel.name.split("-")
+    return f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
 
 
 def test_the_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
@@ -203,7 +222,7 @@ def test_a_stopped_installation_ends_its_installer(clone: Clone) -> None:
 
 @pytest.mark.parametrize("content", ["", "torch\n", "torch==2.12.0\n"])
 def test_constraints_without_the_torch_pin_are_rejected(clone: Clone, content: str) -> None:
-    (clone.root / "constraints.txt").write_text(content)
+    (clone.root / "constraints-torch.txt").write_text(content)
     refused = clone.run("x")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
@@ -222,12 +241,12 @@ def test_a_venv_of_the_user_is_not_changed(clone: Clone) -> None:
 
 def test_a_failed_installation_prints_its_reason_and_is_repeated(clone: Clone) -> None:
     clone.environment["PIP_NO_INDEX"] = "1"
-    (clone.root / "requires.txt").write_text("hpsearch-no-such-package")
+    clone.require(make_wheel(clone.root.parent, "hpsearch_no_such_package"))
     failed = clone.run("x")
     assert failed.returncode == 1
     assert "hpsearch-no-such-package" in failed.stderr.splitlines()[-1] + failed.stderr
     assert "Traceback" not in failed.stderr
-    (clone.root / "requires.txt").write_text("")
+    clone.require()
     assert clone.run("x").returncode == 0
 
 
@@ -237,8 +256,7 @@ def test_uv_uses_the_pip_configuration_and_reinstalls_after_a_change(clone: Clon
     plain = dict(clone.environment)
 
     def install(package: str, folder: Path, **configured: str) -> None:
-        (clone.root / "requires.txt").write_text(package)
-        make_wheel(folder, package)
+        clone.require(make_wheel(folder, package))
         clone.environment = plain | configured
         done = clone.run("x")
         assert done.returncode == 0, done.stderr
@@ -271,33 +289,118 @@ def change(path: Path, text: str = "# changed\n") -> None:
 @pytest.mark.soak  # another whole installation
 def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "tools" / "uv").unlink()
-    make_wheel(tmp_path / "wheels", "onlyhere")
-    (clone.root / "requires.txt").write_text("onlyhere")
+    deep = make_wheel(tmp_path / "wheels", "deep")
+    clone.require(make_wheel(tmp_path / "wheels", "onlyhere", more="Requires-Dist: deep\n"))
     clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
+    refused = clone.run("x")
+    assert refused.returncode == 2
+    assert (
+        "constraints.txt has no hash of deep==1.0: check the index, or run .ci/constraints"
+        in refused.stderr.splitlines()[-1]
+    )
+    change(clone.root / "constraints.txt", pin(deep))
     done = clone.run("x")
     assert done.returncode == 0, done.stderr
     assert "installing with pip" in done.stderr
+    assert {"onlyhere-1.0", "deep-1.0"} <= there(clone)
     assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
     make_wheel(tmp_path / "wheels", "backward", "1.0", "Requires-Dist: onlyhere>1\n")
-    change(clone.root / "constraints.txt", "onlyhere==1.0\n")
     refused = clone.run("add", "backward")
     assert refused.returncode == 2
     assert "cannot add backward: Cannot install backward==1.0 because these package" in refused.stderr.splitlines()[-1]
     assert "keeps its version" in refused.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_a_package_that_was_replaced_on_its_index_is_not_installed(
+    clone: Clone, tmp_path: Path, installer: str
+) -> None:
+    """An attacker controls the index: other contents under the pinned version, or an additional dependency."""
+    folder = tmp_path / "wheels"
+    if installer == "pip":
+        (tmp_path / "tools" / "uv").unlink()
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
+    for name, version in (("torch", "2.13.0"), ("honest", "1.0")):
+        kept = (folder / f"{name}-{version}-py3-none-any.whl").read_bytes()
+        replaced = make_wheel(folder, name, version, "Requires-Dist: evil\n")
+        make_wheel(folder, "evil")
+        refused = clone.run("x")
+        assert refused.returncode in (1, 2), refused.stderr
+        assert re.search("hash", refused.stderr, re.IGNORECASE)
+        assert not there(clone) & {f"{name}-{version}", "evil-1.0"}
+        replaced.write_bytes(kept)
+    assert clone.run("x").returncode == 0
+    assert {"torch-2.13.0", "honest-1.0"} <= there(clone)
+
+
+@pytest.mark.parametrize("name", ["torch", "uv"])
+def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) -> None:
+    """Without uv on PATH, the wrapper downloads the pinned one, and never runs another."""
+    (tmp_path / "tools" / "uv").unlink()
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    change(clone.root / "constraints.txt", pin(make_wheel(folder, "uv", "0.13.8")))
+    if name == "uv":
+        make_wheel(folder, "uv", "0.13.8", "Summary: another\n")
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    done = clone.run("x")
+    assert "downloading uv" in done.stderr
+    assert (clone.venv / "installer" / "uv.py").exists() == (name != "uv")
+
+
+def test_a_private_package_is_not_replaced_by_a_newer_one_of_the_public_index(clone: Clone, tmp_path: Path) -> None:
+    """Dependency confusion: anyone can register the name of a private package on the public index."""
+
+    def publish(index: str, name: str, version: str) -> None:
+        wheel = make_wheel(tmp_path / index / "files", name, version)
+        page = tmp_path / index / "simple" / name / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'<!DOCTYPE html><html><body><a href="{wheel.as_uri()}">{wheel.name}</a></body></html>')
+
+    publish("private", "inhouse", "1.0")
+    publish("private", "mirrored", "1.0")
+    publish("public", "inhouse", "9.0")
+    publish("public", "mirrored", "2.0")
+    clone.environment |= {
+        "PIP_INDEX_URL": (tmp_path / "public" / "simple").as_uri(),
+        "PIP_EXTRA_INDEX_URL": (tmp_path / "private" / "simple").as_uri(),
+    }
+    done = clone.run("add", "inhouse", "mirrored>1")
+    assert done.returncode == 0, done.stderr
+    assert {"inhouse-1.0", "mirrored-2.0"} <= there(clone), "versions that the private index lacks come from the other"
+
+
+def test_constraints_have_the_hashes_of_all_packages() -> None:
+    """The repository's own files: also torch's CPU builds, which PyPI does not have."""
+    for name in CONSTRAINTS:
+        entries = re.findall(r"^[^#\s].*\n(?: .*\n)*", (REPOSITORY / name).read_text(), re.MULTILINE)
+        assert len(entries) > 15
+        bad = [
+            entry
+            for entry in entries
+            if not re.match(r"\S+==\S+ .*\\(\n    --hash=sha256:[0-9a-f]{64}( \\)?)+\n", entry)
+        ]
+        assert bad == []
+        assert not re.search("://|index-url|find-links", re.sub("^#.*", "", "".join(entries)))
+    text = (REPOSITORY / "constraints-torch.txt").read_text()
+    own = re.findall(r"^# (--hash=\S+) torch-2\.13\.0\+(?:cpu|cu130)-cp(\d+)-\S+$", text, re.MULTILINE)
+    assert {"311", "312", "313", "314"} == {python for _, python in own}
+    torch = text[text.index("\ntorch==2.13.0 ") :].split("\ntriton")[0]
+    assert [item for item, _ in own if item not in torch] == []
+
+
 @pytest.fixture
 def shop(clone: Clone, tmp_path: Path) -> Clone:
     """Return a clone whose only index is a folder of wheels: torch, which it requires, and packages to add."""
     folder = tmp_path / "wheels"
-    for version in ("2.12.0", "2.13.0"):
-        make_wheel(folder, "torch", version)
+    torch = [make_wheel(folder, "torch", version) for version in ("2.12.0", "2.13.0")]
     make_wheel(folder, "plain")
     make_wheel(folder, "plain", "2.0")
     make_wheel(folder, "rich_one", "1.0", "Provides-Extra: all\nRequires-Dist: deeper; extra == 'all'\n")
     make_wheel(folder, "deeper")
     make_wheel(folder, "backward", "1.0", "Requires-Dist: torch<2.13\n")
-    (clone.root / "requires.txt").write_text("torch")
+    clone.require(torch[1])
     clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
     return clone
 

@@ -215,8 +215,9 @@ def check_versions() -> Finding:
         return Finding("failed", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     if not CONSTRAINTS.exists():
         return Finding("ok", f"{len(installed)} direct dependencies; no constraints.txt to compare them with")
-    lines = (line.partition("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
-    pinned = {_normalize_name(name): pin.strip() for name, equal, pin in lines if equal}
+    text = "".join(path.read_text() for path in sorted(CONSTRAINTS.parent.glob("constraints*.txt")))  # torch is apart
+    pins = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
+    pinned = {_normalize_name(name): pin for name, pin in pins}
     drifted = [
         f"{name} {there} (pinned {pin})"
         for name, there in installed.items()
@@ -225,7 +226,7 @@ def check_versions() -> Finding:
     ]
     if not drifted:
         return Finding("ok", f"{len(installed)} direct dependencies, all as pinned in constraints.txt")
-    again = "remove .venv and run ./hpsearch, or: pip install --constraint constraints.txt --editable ."
+    again = "remove .venv and run ./hpsearch"
     return Finding("warning", f"versions differ from constraints.txt: {', '.join(drifted)}", again)
 
 
