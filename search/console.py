@@ -45,10 +45,8 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render an object as rich's console does, with visible escapes in all texts."""
         for segment in super().render(renderable, options):
-            if segment.control:  # rich's own, such as cursor movements of a live view
-                yield segment
-            else:
-                yield Segment(escape_controls(segment.text), segment.style)
+            text = segment.text if segment.control else escape_controls(segment.text)  # rich's own controls stay
+            yield segment if text == segment.text else Segment(text, segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print like rich's console, but without trailing spaces in the lines of tables."""

@@ -6,6 +6,7 @@ spreadsheet executes. These functions are applied where a text leaves the progra
 
 from __future__ import annotations
 
+import html
 import re
 from urllib.parse import urlsplit
 
@@ -15,7 +16,9 @@ _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 _CONTROL_OR_BREAK = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
-_MARKDOWN = re.compile(r"[\\`*_\[\]<>|&$~!]")
+_MARKDOWN = re.compile(r"[\\`*\[\]|$~!]|(?<!\w)_|_(?!\w)")  # in a word, an underscore is no markup
+# The characters that could end the address of a Markdown link, percent-encoded.
+_ENCODED = str.maketrans({character: f"%{ord(character):02X}" for character in " ()<>\\"})
 _FORMULA_STARTS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # also in full width
 
 
@@ -40,14 +43,20 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Return `text` as one line of Markdown that is displayed literally."""
-    return _MARKDOWN.sub(r"\\\g<0>", escape_line(text))
+    """Return `text` as one line of Markdown that is displayed literally, by MLflow and by the Optuna dashboard."""
+    return _MARKDOWN.sub(r"\\\g<0>", html.escape(escape_line(text), quote=False))
 
 
 def format_markdown_code(text: str) -> str:
     """Return `text` as Markdown code, in which a backtick is replaced by an apostrophe."""
     shown = escape_line(text).replace("`", "'")
     return f"`{shown}`"
+
+
+def format_markdown_link(text: str, url: object) -> str:
+    """Return a Markdown link with `text`, which is Markdown; only the text if `find_link` rejects the URL."""
+    link = find_link(url)
+    return f"[{text}]({link.translate(_ENCODED)})" if link else text
 
 
 def escape_csv_cell(cell: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import traceback
 from typing import Any
@@ -12,6 +13,7 @@ import typer
 from hpsearch.former_names import CURRENT_NAMES
 from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
 from hpsearch.search.cli.app import app, echo
+from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     add_working_folder_to_path()
     sys.excepthook = _print_traceback
+    if logging.lastResort is not None:  # prints the warnings of commands that configure no log
+        logging.lastResort.setFormatter(EscapingFormatter())
     code = run_command(sys.argv[1:] if arguments is None else arguments)
     gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)

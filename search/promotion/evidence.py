@@ -20,6 +20,7 @@ from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
 from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
@@ -250,26 +251,29 @@ def _format_card(evidence: Evidence, address: str) -> list[str]:
     lines = [
         LINEAGE_HEADING,
         "",
-        f"{f'[{trial}]({evidence.run_url})' if evidence.run_url else trial} of study **{evidence.study}**",
+        f"{format_markdown_link(trial, evidence.run_url)} of study **{escape_markdown(evidence.study)}**",
         "",
         *(_format_refit(evidence.refit) if evidence.refit is not None else ()),
         *_format_confirmation(evidence),
         "",
-        *_make_table(("", ""), _list_facts(evidence)),
+        *_make_table(("", ""), _escape_rows(_list_facts(evidence))),
     ]
     if evidence.finalists is not None:
         lines += ["", *_format_finalists(evidence.finalists, evidence.metric)]
     lines += ["", _format_loading(evidence, address), ""]
-    lines += _make_table(("parameter", "value"), [(key, format_value(value)) for key, value in evidence.params.items()])
+    params = [(key, format_value(value)) for key, value in evidence.params.items()]
+    lines += _make_table(("parameter", "value"), _escape_rows(params))
     return lines
 
 
 def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
-        return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
+        call = f'mlflow.pytorch.load_model("{address}")'
+        return f"Load it with {format_markdown_code(call)}."
     return (
-        f"The model could not be exported ({evidence.weights_only}). Load its checkpoint `{CHECKPOINT_FILE}` with the "
-        "objective's code: `hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
+        f"The model could not be exported ({escape_markdown(evidence.weights_only)}). Load its checkpoint "
+        f"`{CHECKPOINT_FILE}` with the objective's code: "
+        "`hpsearch.objectives.fit.restore_model(objective, torch.load(path, weights_only=True))`."
     )
 
 
@@ -280,9 +284,9 @@ def _format_refit(refit: dict[str, Any]) -> list[str]:
         for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))
     ]
     return [
-        f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on training and "
-        f"validation data together for {pluralize(refit['epochs'], 'epoch')}, the median of the best epochs on new "
-        "seeds. The run with the median training loss was selected.",
+        f"A refit: the configuration of trial {refit['of']} of study **{escape_markdown(refit['search'])}**, trained "
+        f"on training and validation data together for {pluralize(refit['epochs'], 'epoch')}, the median of the best "
+        "epochs on new seeds. The run with the median training loss was selected.",
         "",
         *_make_table(("run", "seed", "training loss"), runs),
         "",
@@ -290,12 +294,13 @@ def _format_refit(refit: dict[str, Any]) -> list[str]:
 
 
 def _format_confirmation(evidence: Evidence) -> list[str]:
+    why = escape_markdown(evidence.unconfirmed)
     if evidence.refit is not None:
-        if evidence.unconfirmed:
-            return [f"**Not evaluated on the test set**: {evidence.unconfirmed}."]
+        if why:
+            return [f"**Not evaluated on the test set**: {why}."]
         return ["Confirmed: its configuration won on new seeds, and it was evaluated once on the test set."]
-    if evidence.unconfirmed:
-        return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is the best of many and has selection bias."]
+    if why:
+        return [f"**Unconfirmed**: {why}. Its value is the best of many and has selection bias."]
     return ["Confirmed: it won on new seeds, and it was evaluated once on the test set."]
 
 
@@ -336,7 +341,11 @@ def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:
     tie = f", tied with trials {', '.join(map(str, finalists['tie']))}" if finalists["tie"] else ""
     winner = "no winner yet" if finalists["winner"] is None else f"winner trial {finalists['winner']}{tie}"
     varied = "seeds and splits" if finalists.get("expected") else "seeds"
-    return [f"Finalists by val {metric}, retrained on new {varied}: {winner}.", "", *_make_table(columns, rows)]
+    return [
+        f"Finalists by val {escape_markdown(metric)}, retrained on new {varied}: {winner}.",
+        "",
+        *_make_table(columns, rows),
+    ]
 
 
 def _format_number(value: float | None) -> str:
@@ -349,4 +358,8 @@ def _make_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[s
 
 
 def _format_row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return f"| {' | '.join(cells)} |"
+
+
+def _escape_rows(rows: Iterable[Iterable[str]]) -> list[list[str]]:
+    return [[escape_markdown(cell) for cell in row] for row in rows]

@@ -25,7 +25,7 @@ from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_
 from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
-from hpsearch.storage.display import escape_markdown, find_link, format_markdown_code
+from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import describe_error, is_retryable
@@ -161,7 +161,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         f"**{escape_markdown(spec.name)}**: "
         + escape_markdown(f"{spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}."),
         "",
-        f"{_format_link('The study in MLflow', study.attrs.get(RUN_URL))}; "
+        f"{format_markdown_link('The study in MLflow', study.attrs.get(RUN_URL))}; "
         f"its workers: {format_markdown_code(format_command('top', spec.name))}",
     ]
     if spec.is_multi_objective and summary.front:
@@ -192,17 +192,8 @@ def _format_directions(spec: StudySpec) -> str:
     return " and ".join(f"{direction} {name}" for name, direction in spec.direction_by_metric.items())
 
 
-def _format_link(text: str, url: object) -> str:
-    link = find_link(url)
-    return f"[{text}]({link.translate(_ENCODED)})" if link else text
-
-
-# The characters that could end the address of a Markdown link, percent-encoded.
-_ENCODED = str.maketrans({character: f"%{ord(character):02X}" for character in " ()<>\\"})
-
-
 def _format_trial_link(trial: FrozenTrial) -> str:
-    return _format_link(f"trial {trial.number}", trial.user_attrs.get(RUN_URL))
+    return format_markdown_link(f"trial {trial.number}", trial.user_attrs.get(RUN_URL))
 
 
 def _format_front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:

@@ -57,9 +57,10 @@ def test_a_line_has_no_line_break() -> None:
 
 
 def test_markdown_is_displayed_literally() -> None:
-    assert escape_markdown("<img src=x onerror=alert(1)>") == r"\<img src=x onerror=alert(1)\>"
+    assert escape_markdown("<img src=x onerror=alert(1)>") == "&lt;img src=x onerror=alert(1)&gt;"
     assert escape_markdown("[x](javascript:alert(1))") == r"\[x\](javascript:alert(1))"
     assert escape_markdown("a\n\n# b | c") == r"a\\n\\n# b \| c"
+    assert escape_markdown("_a_ latency_ms **b**") == r"\_a\_ latency_ms \*\*b\*\*"
     assert format_markdown_code("`<b>`\n") == r"`'<b>'\n`"
 
 

@@ -22,6 +22,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.console import PlainConsole, log_to_stderr, plain_table
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import report_errors
+from hpsearch.search.promotion.evidence import Evidence, describe_evidence
 from hpsearch.search.report import write_report
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
@@ -92,10 +93,24 @@ def test_the_note_has_no_script_links_and_no_html(study: StoredStudy) -> None:
     note = study_note(study, summarise(study))
     assert not {"\x1b", "\x07", "\x9b"} & set(note)
     assert "](java" not in note.replace(r"\](java", "")
-    assert "<" not in note.replace(r"\<", "")
+    assert "<" not in note
     assert "Best: trial 0," in note
     study.set_attr(RUN_URL, "http://127.0.0.1:5000/#/a) <b>")
     assert "[The study in MLflow](http://127.0.0.1:5000/#/a%29%20%3Cb%3E);" in study_note(study, summarise(study))
+
+
+def test_a_model_card_has_no_script_links_and_no_html() -> None:
+    params = {NAME: VALUE}
+    card = describe_evidence(
+        Evidence(
+            HTML, 1, 0, "run", SCRIPT, 1, HTML, 0.5, "", params, None, 7, HTML, True, HTML, None, None, HTML, VALUE,
+            {"of": 0, "search": HTML, "epochs": 2, "seeds": [1], "losses": [0.5], "taken": 0},
+        ),
+        address="models:/a`<b>/1",
+    )  # fmt: skip
+    assert not {"\x1b", "\x07", "\x9b"} & set(card)
+    assert "](java" not in card.replace(r"\](java", "")
+    assert "<" not in card.replace('`mlflow.pytorch.load_model("models:/a\'<b>/1")`', "")
 
 
 def test_the_python_api_escapes_texts_and_returns_web_addresses_only(study: StoredStudy, database_url: str) -> None:
@@ -117,18 +132,19 @@ def test_error_lines_and_log_lines_are_escaped(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.endswith(f" WARNING trial 7: {SHOWN}\n")
 
 
-def test_the_traceback_of_an_internal_error_is_escaped() -> None:
+def test_the_traceback_of_an_internal_error_and_its_warnings_are_escaped() -> None:
     code = """if True:
-        import sys
+        import logging, sys
         from hpsearch.search import cli
         def fail(_):
+            logging.getLogger("test").warning(sys.argv[1])
             raise RuntimeError(sys.argv[1])
         cli.run_command = fail
         cli.main()
     """
     ended = subprocess.run([sys.executable, "-c", code, TERMINAL], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("Traceback")
+    assert ended.stderr.startswith(f"{SHOWN}\nTraceback")
     assert ended.stderr.endswith(f"RuntimeError: {SHOWN}\n")
 
 
