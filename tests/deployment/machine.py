@@ -62,6 +62,19 @@ def granted(service: dict[str, Any]) -> set[str]:
     return {secret["source"] for secret in secrets}
 
 
+def require_hardened(name: str, service: dict[str, Any]) -> None:
+    """Check that a service has no rights that it does not need, and cannot exhaust the machine."""
+    assert service["cap_drop"] == ["ALL"], name
+    added = {"proxy": {"NET_BIND_SERVICE"}, "postgres": {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}}
+    assert set(service.get("cap_add", [])) <= added.get(name, set()), name
+    assert service["security_opt"] == ["no-new-privileges:true"], name
+    assert int(service["mem_limit"]) > 0, name
+    assert service["pids_limit"] > 0, name
+    assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & {
+        key for key, value in service.items() if value
+    }
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg2
 import pytest
 
-from tests.deployment.machine import OURS, PASSWORDS, ROOT, Machine, compose, granted, tool
+from tests.deployment.machine import OURS, PASSWORDS, ROOT, Machine, compose, granted, require_hardened, tool
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ def test_services_have_restart_policies_limits_and_health_checks(services: dict[
     assert not worker["depends_on"]["pgbouncer"]["required"]
     assert "restart" not in services["study"]
     for name, service in services.items():
-        there = {"search", "edge"} if "ports" in service else {"search"}
-        assert set(service["networks"]) == there, f"{name} reaches what it has no need of"
-        assert name == "postgres" or service["pids_limit"]
+        there = {"mlflow": {"search", "web", "edge"}, "dashboard": {"search", "web", "edge"}, "proxy": {"web", "edge"}}
+        assert set(service["networks"]) == there.get(name, {"search"}), f"{name} reaches what it has no need of"
+        require_hardened(name, service)
     assert {services[name]["mem_limit"] for name in ("study", "worker")} == {str(8 << 30)}
     dashboard, tracking = services["dashboard"]["environment"], "HPSEARCH_TRACKING_URI"
     assert dashboard["HPSEARCH_DASHBOARD_READ_ONLY"] == "1"

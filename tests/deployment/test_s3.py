@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.deployment.machine import PASSWORDS, ROOT, Machine, compose, free_port, granted, tool
+from tests.deployment.machine import PASSWORDS, ROOT, Machine, compose, free_port, granted, require_hardened, tool
 
 FILES = ("docker-compose.yml", "docker-compose.s3.yml")
-SECRETS = (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD", "HPSEARCH_S3_SECRET")
+KEYS = ("HPSEARCH_S3_SECRET", "HPSEARCH_S3_ARTIFACTS_SECRET", "HPSEARCH_S3_CHECKPOINTS_SECRET")
+SECRETS = (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD", *KEYS)
 LACKING = [name for name in ("s3fs", "boto3", "moto") if find_spec(name) is None]
 
 
@@ -30,8 +32,21 @@ def test_services_wait_for_the_object_store() -> None:
     assert services["bucket"]["image"] == services["worker"]["image"]
     assert services["bucket"]["build"] == services["worker"]["build"], "one image of one build"
     users = {"mlflow", "study", "worker"}
-    keyed = {name for name, service in services.items() if "HPSEARCH_S3_SECRET" in granted(service)}
-    assert keyed == {"s3", "bucket", *users}
+    admin, artifacts, checkpoints = KEYS
+    assert {
+        name: granted(service) & set(KEYS) for name, service in services.items() if granted(service) & set(KEYS)
+    } == {
+        "s3": set(KEYS),
+        "bucket": {admin},
+        "mlflow": {artifacts},
+        "study": {checkpoints},
+        "worker": {checkpoints},
+    }
+    reach = {name for name, service in services.items() if "store" in service["networks"]}
+    assert reach == {"s3", "bucket", *users}, "only they reach the store"
+    assert model["networks"]["store"]["internal"]
+    for name in ("s3", "bucket"):
+        require_hardened(name, services[name])
     for name in users:
         assert set(without[name]["depends_on"]) < set(services[name]["depends_on"])
         assert services[name]["depends_on"]["bucket"]["condition"] == "service_completed_successfully"
@@ -41,11 +56,27 @@ def test_services_wait_for_the_object_store() -> None:
     assert "ports" not in services["s3"]
 
 
-def test_a_missing_key_is_an_error_with_a_remedy() -> None:
-    rest = dict.fromkeys(PASSWORDS, "x")
+def test_the_keys_of_the_store_are_limited_to_their_folders(tmp_path: Path) -> None:
+    """Run the first lines of the store's command, which write its identities."""
+    service = compose(*FILES, **{name: f"{name}-value" for name in SECRETS})["services"]["s3"]
+    for name in KEYS:
+        (tmp_path / name).write_text(f"{name}-value\n")
+    script = service["command"][0].split("exec weed")[0].replace("/run/secrets", str(tmp_path))
+    subprocess.run([*service["entrypoint"], script.replace("/tmp/s3.json", str(tmp_path / "s3.json"))], check=True)
+    identities = json.loads((tmp_path / "s3.json").read_text())["identities"]
+    assert [identity["credentials"][0]["secretKey"] for identity in identities] == [f"{name}-value" for name in KEYS]
+    for identity, folder in zip(identities[1:], ("mlflow", "checkpoints"), strict=True):
+        assert identity["credentials"][0]["accessKey"] == f"hpsearch-{folder}"
+        assert {action.partition(":")[2] for action in identity["actions"]} == {"hpsearch", f"hpsearch/{folder}/*"}
+        assert "List:hpsearch" in identity["actions"]
+
+
+@pytest.mark.parametrize("missing", KEYS)
+def test_a_missing_key_is_an_error_with_a_remedy(missing: str) -> None:
+    rest = dict.fromkeys([*PASSWORDS, *(key for key in KEYS if key != missing)], "x")
     done = tool("docker-compose", "--env-file", "/dev/null", *(f"--file={file}" for file in FILES), "config", **rest)
     assert done.stdout == ""
-    assert "required variable HPSEARCH_S3_SECRET is missing a value: run ./hpsearch secrets" in done.stderr
+    assert f"required variable {missing} is missing a value: run ./hpsearch secrets" in done.stderr
 
 
 @pytest.mark.e2e
@@ -66,7 +97,7 @@ def test_checkpoints_and_artifacts_are_in_the_bucket(machine: Machine) -> None:
     machine.finish("study")
     machine.finish("worker")
     code = "import boto3; print(*(o['Key'] for o in boto3.client('s3').list_objects(Bucket='hpsearch')['Contents']))"
-    environment = {**machine.environment("worker"), "AWS_SECRET_ACCESS_KEY": machine.secrets["HPSEARCH_S3_SECRET"]}
+    environment = {**machine.environment("worker"), "AWS_SECRET_ACCESS_KEY": machine.secrets[KEYS[2]]}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     kept = done.stdout.split()
     # Checkpoints of a trial that has ended are removed. The server's log proves that they were uploaded.
@@ -74,4 +105,4 @@ def test_checkpoints_and_artifacts_are_in_the_bucket(machine: Machine) -> None:
     assert any(key.startswith("mlflow/") and key.endswith("best.pt") for key in kept)
     assert not list((machine.folder / "artifacts").rglob("best.pt"))
     for name in ("bucket", "mlflow", "study", "worker"):
-        assert machine.secrets["HPSEARCH_S3_SECRET"] not in machine.log(name)
+        assert not [key for key in KEYS if machine.secrets[key] in machine.log(name)]
