@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import multiprocessing
 import os
@@ -47,13 +48,15 @@ def report_errors(work: Callable[[], int]) -> int:
         print(f"hpsearch: {escape_line(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
-        from hpsearch.storage.database.retry import is_transient
+        from hpsearch.storage.database.retry import is_database_error, is_transient
 
-        if not is_transient(error):
+        if not is_database_error(error):
             raise
-        cause = redact(format_error(error))
-        print(f"hpsearch: the database is unavailable: {escape_line(cause)}", file=sys.stderr, flush=True)  # noqa: T201 as above
-        return EXIT_UNAVAILABLE
+        logging.getLogger(__name__).debug("database error", exc_info=True)
+        cause, is_unavailable = redact(format_error(error)), is_transient(error)
+        fault = f"is unavailable: {cause}" if is_unavailable else f"rejected a statement ({cause}); run hpsearch doctor"
+        print(f"hpsearch: the database {fault}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
 
 
 class StopEvent:

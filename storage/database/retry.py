@@ -32,6 +32,14 @@ _PERMANENT = re.compile(
 log = logging.getLogger(__name__)
 
 
+def is_database_error(error: BaseException) -> bool:
+    """Return whether the database, or its driver, raised this error."""
+    import psycopg2
+    from optuna.exceptions import StorageInternalError
+
+    return isinstance(error, DBAPIError | psycopg2.Error | StorageInternalError)
+
+
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry of the statement that raised this error may succeed."""
     if not isinstance(error, DBAPIError):

@@ -1,14 +1,20 @@
-"""The two databases and the three roles of a deployment.
+"""The two databases and the roles of a deployment.
 
 | role | owns | permissions |
 |---|---|---|
 | `hpsearch_owner` | database `optuna` | change the schema: `hpsearch migrate` |
 | `hpsearch_worker` | nothing | read and write rows in `optuna` |
+| `hpsearch_access` | nothing | the same, as a group of further logins; it is no login itself |
 | `mlflow` | database `mlflow` | everything there; only the MLflow server has its password |
+
+Postgres lets each login role change its own password and settings, and end its own sessions. So users that share the
+login `hpsearch_worker` trust each other. A separate login is safe from the others:
+``CREATE ROLE ann LOGIN PASSWORD '...' IN ROLE hpsearch_access``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +24,7 @@ from hpsearch.storage.urls import DRIVER, normalise_url
 
 OWNER = "hpsearch_owner"
 WORKER = "hpsearch_worker"
+ACCESS = "hpsearch_access"
 MLFLOW = "mlflow"
 STUDY_DATABASE = "optuna"
 MLFLOW_DATABASE = "mlflow"
@@ -46,7 +53,7 @@ def create_databases(
     mlflow_password: str,
     setting: str = "HPSEARCH_ADMIN_URL",
 ) -> Databases:
-    """Create missing databases and roles, and set the passwords.
+    """Create missing databases and roles, set the passwords, and remove other settings of the login roles.
 
     Idempotent, and safe with concurrent calls. The URL must lead to the server itself, not to a pooler.
 
@@ -77,8 +84,12 @@ def create_databases(
             admin.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
             for role, password in passwords.items():
                 _create_role(admin, role, password)
+            admin.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (ACCESS,))
+            if admin.fetchone() is None:
+                admin.execute(f"CREATE ROLE {ACCESS} NOLOGIN")
             for database, owner in ((STUDY_DATABASE, OWNER), (MLFLOW_DATABASE, MLFLOW)):
                 _create_database(admin, database, owner)
+                _reset_settings(admin, database, passwords)
                 _grant_schema(admin, admin_url, database, owner, setting)
                 _restrict_connect(urls[owner], database, setting)
     except psycopg2.Error as error:
@@ -90,23 +101,24 @@ def create_databases(
 
 
 def grant_worker(cursor: Any) -> None:
-    """Grant the worker role read and write access to the tables of the connected owner, future tables included.
+    """Grant the worker roles read and write access to the tables of the connected owner, future tables included.
 
-    Does nothing on a server without the worker role, where one user is both owner and worker.
+    Does nothing on a server without these roles, where one user is both owner and worker.
     """
-    cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s AND rolname <> current_user", (WORKER,))
-    if cursor.fetchone() is None:
-        return
     rows, counters = "SELECT, INSERT, UPDATE, DELETE", "USAGE, SELECT, UPDATE"
     cursor.execute(
-        f"""
-        GRANT USAGE ON SCHEMA public TO {WORKER};
-        GRANT {rows} ON ALL TABLES IN SCHEMA public TO {WORKER};
-        GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {WORKER};
-        ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {WORKER};
-        ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {WORKER};
-        """
+        "SELECT rolname FROM pg_roles WHERE rolname = ANY(%s) AND rolname <> current_user", ([WORKER, ACCESS],)
     )
+    for (role,) in cursor.fetchall():
+        cursor.execute(
+            f"""
+            GRANT USAGE ON SCHEMA public TO {role};
+            GRANT {rows} ON ALL TABLES IN SCHEMA public TO {role};
+            GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {role};
+            ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {role};
+            ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {role};
+            """
+        )
 
 
 def _make_role_url(admin_url: str, role: str, password: str, database: str) -> str:
@@ -127,6 +139,7 @@ def _create_role(admin: Any, role: str, password: str) -> None:
     if admin.fetchone() is None:
         admin.execute(sql.SQL("CREATE ROLE {}").format(name))
     admin.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
+    admin.execute(sql.SQL("ALTER ROLE {} RESET ALL").format(name))
     for setting, value in _KEEPALIVES.items():
         admin.execute(sql.SQL("ALTER ROLE {} SET {} = {}").format(name, sql.Identifier(setting), sql.Literal(value)))
 
@@ -141,6 +154,15 @@ def _create_database(admin: Any, database: str, owner: str) -> None:
     if admin.fetchone() != (True,):  # a database can only be assigned to a role of which the admin is a member
         admin.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
     admin.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
+
+
+def _reset_settings(admin: Any, database: str, roles: Iterable[str]) -> None:
+    """Remove the settings of these roles in a database, because each role can change its own settings."""
+    from psycopg2 import sql
+
+    for role in roles:
+        statement = sql.SQL("ALTER ROLE {} IN DATABASE {} RESET ALL")
+        admin.execute(statement.format(sql.Identifier(role), sql.Identifier(database)))
 
 
 def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
@@ -167,4 +189,5 @@ def _restrict_connect(owner_url: str, database: str, setting: str) -> None:
     with open_cursor(owner_url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
         cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
         if database == STUDY_DATABASE:
-            cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))
+            for role in (WORKER, ACCESS):
+                cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(role)))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
 import psycopg2
 import pytest
 
+from hpsearch.search.cli import run_command
 from hpsearch.storage.database.connect import connect
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
@@ -113,3 +116,66 @@ def test_an_admin_without_rights_is_an_error(server: EmbeddedPostgres) -> None:
         create_databases(clerk, **_PASSWORDS)
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+ATTACKS = (
+    "ALTER ROLE hpsearch_worker SET statement_timeout = 1",
+    "ALTER ROLE hpsearch_worker SET default_transaction_read_only = on",
+    "ALTER ROLE hpsearch_worker SET search_path = nowhere",
+    "ALTER ROLE hpsearch_worker IN DATABASE optuna SET lock_timeout = 1",
+    "ALTER ROLE hpsearch_worker PASSWORD 'stolen'",
+)
+COMMANDS = ("studies", "show s", "delete s --yes", "worker --study s")
+
+
+def test_a_worker_can_harm_only_its_own_login(
+    server: EmbeddedPostgres, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A login role can change itself, which Postgres cannot prevent; other logins and the bootstrap are not affected."""
+    admin = _admin(server)
+    urls = create_databases(admin, **_PASSWORDS)
+    migrate(urls.owner_url)
+    _execute(admin, "CREATE ROLE ann LOGIN PASSWORD 'ann' IN ROLE hpsearch_access")
+    ann = build_url(user="ann", password="ann", host="127.0.0.1", port=server.read_port() or 0, database="optuna")
+    optuna.create_study(study_name="s", storage=ann)
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
+    for attack in ATTACKS:
+        _execute(urls.worker_url, attack)
+        capsys.readouterr()
+        for command in COMMANDS:
+            code = run_command([*command.split(), "--storage-url", urls.worker_url])
+            error = capsys.readouterr().err
+            assert code in ({0, 1, 2} if "timeout" in attack or "read_only" in attack else {1, 2}), (attack, command)
+            assert "Traceback" not in error
+            assert len(error.splitlines()) == (0 if code == 0 else 1), error
+            assert "secret" not in error
+        assert run_command(["studies", "--storage-url", ann]) == 0
+        create_databases(admin, **_PASSWORDS)
+        assert run_command(["studies", "--storage-url", urls.worker_url]) == 0
+        assert "\ns " in capsys.readouterr().out
+    for forbidden in (
+        *(attack.replace("statement_timeout = 1", "statement_timeout = 2") for attack in ATTACKS),
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename IN ('hpsearch_owner', 'hpsearch_worker')",
+        "SET ROLE hpsearch_worker",
+        "CREATE TABLE mine (id int)",
+        "ALTER TABLE trials DISABLE TRIGGER ALL",
+    ):
+        with connect(urls.owner_url, application_name="victim"), pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            _execute(ann, forbidden)
+    _execute(ann, "SET ROLE hpsearch_access; ALTER ROLE hpsearch_access SET statement_timeout = 1")
+    assert run_command(["studies", "--storage-url", ann]) == 0, "the settings of a group do not affect its members"
+
+
+@pytest.mark.parametrize("setting", ["default_transaction_read_only = on", "statement_timeout = 1"])
+def test_every_error_of_the_database_ends_a_command_with_one_line(
+    server: EmbeddedPostgres, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str
+) -> None:
+    urls = create_databases(_admin(server), **_PASSWORDS)
+    migrate(urls.owner_url)
+    where = ("--storage-url", urls.worker_url, "--home", str(tmp_path))
+    _execute(urls.worker_url, f"ALTER ROLE hpsearch_worker SET {setting}")
+    assert run_command(["studies", *where]) in {0, 1, 2}
+    assert run_command(["run", "digits", "--tracking-uri", "http://127.0.0.1:1", "--workers", "0", *where]) in {1, 2}
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert re.search(r"^hpsearch: .*(read-only transaction|statement timeout)", error.splitlines()[-1])
