@@ -1,11 +1,13 @@
-"""Secrets in files: the variable NAME_FILE names a file that contains the value of the variable NAME.
+"""Secrets in files: the variable NAME_FILE is the path of a file that contains the value of the variable NAME.
 
-`docker inspect` shows the environment of a container, but not the files in /run/secrets.
+`docker inspect` shows the environment of a container, but not the files in /run/secrets. Kubernetes mounts a Secret as a
+folder, whose path is in HPSEARCH_SECRETS_FOLDER. Each file in it has the name of a variable.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -26,30 +28,52 @@ SECRET_VARIABLES = (
 )
 
 
+FOLDER_VARIABLE = "HPSEARCH_SECRETS_FOLDER"
+
+
 def read_secret_files(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set each of the `SECRET_VARIABLES` from its file, and remove the NAME_FILE variables.
+    """Set variables from files, and remove the variables that name the files.
+
+    These are the `SECRET_VARIABLES`, and all variables that have a file in the folder $HPSEARCH_SECRETS_FOLDER.
 
     Args:
         environment: environment to read and change; None selects the environment of this process.
 
     Raises:
-        SearchError: a variable is also set directly, or its file cannot be read or is empty.
+        SearchError: a variable is also set directly, or its file or the folder cannot be read, or a file is empty.
     """
     environment = os.environ if environment is None else environment
+    if folder := environment.get(FOLDER_VARIABLE):
+        for name, path in _list_variables(folder).items():
+            _read_secret(environment, name, FOLDER_VARIABLE, path)
+        del environment[FOLDER_VARIABLE]
     for name in SECRET_VARIABLES:
         setting = f"{name}_FILE"
-        if not (path := environment.get(setting)):
-            continue
-        if environment.get(name):
-            raise SearchError(f"{setting} {path!r} and {name} are both set; unset one of them")
-        try:
-            secret = Path(path).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); give a readable file") from None
-        except UnicodeDecodeError:
-            raise SearchError(f"{setting} {path!r} is not a text file; set it to a file that contains {name}") from None
-        if not secret or "\0" in secret:
-            fault = "contains a zero byte" if secret else "is empty"
-            raise SearchError(f"{setting} {path!r} {fault}; write {name} into it")
-        environment[name] = secret
-        del environment[setting]
+        if path := environment.get(setting):
+            _read_secret(environment, name, setting, path)
+            del environment[setting]
+
+
+def _list_variables(folder: str) -> dict[str, str]:
+    """Return the paths of the files in a folder that have names of variables, by name."""
+    try:
+        names = sorted(path.name for path in Path(folder).iterdir())
+    except OSError as error:
+        raise SearchError(f"{FOLDER_VARIABLE} {folder!r} cannot be read ({error.strerror}); give a folder") from None
+    return {name: str(Path(folder, name)) for name in names if re.fullmatch(r"[A-Z][A-Z0-9_]*", name)}
+
+
+def _read_secret(environment: MutableMapping[str, str], name: str, setting: str, path: str) -> None:
+    """Set a variable to the content of a file; `setting` is the variable that led to the file."""
+    if environment.get(name):
+        raise SearchError(f"{setting} {path!r} and {name} are both set; unset one of them")
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); give a readable file") from None
+    except UnicodeDecodeError:
+        raise SearchError(f"{setting} {path!r} is not a text file; set it to a file that contains {name}") from None
+    if not secret or "\0" in secret:
+        fault = "contains a zero byte" if secret else "is empty"
+        raise SearchError(f"{setting} {path!r} {fault}; write {name} into it")
+    environment[name] = secret

@@ -55,6 +55,24 @@ def test_an_unusable_secret_file_is_named(content: bytes | None, said: str, tmp_
         read_secret_files({"PGPASSWORD_FILE": str(file)})
 
 
+def test_each_file_in_the_folder_is_a_variable(tmp_path: Path) -> None:
+    """A Secret that Kubernetes mounts: links to files in a hidden folder."""
+    data = tmp_path / "..data"
+    data.mkdir()
+    for name, value in {"PGPASSWORD": "a", "AWS_ACCESS_KEY_ID": "b\n", "notes.txt": "c"}.items():
+        (data / name).write_text(value)
+        (tmp_path / name).symlink_to(data / name)
+    environment = {"HPSEARCH_SECRETS_FOLDER": str(tmp_path)}
+    read_secret_files(environment)
+    assert environment == {"PGPASSWORD": "a", "AWS_ACCESS_KEY_ID": "b"}
+    for folder, given, fault in (
+        (tmp_path, {"PGPASSWORD": "x"}, "and PGPASSWORD are both set"),
+        (tmp_path / "none", {}, r"cannot be read \(No such file or directory\); give a folder"),
+    ):
+        with pytest.raises(SearchError, match=f"^HPSEARCH_SECRETS_FOLDER '[^\n]*{fault}[^\n]*$"):
+            read_secret_files({"HPSEARCH_SECRETS_FOLDER": str(folder), **given})
+
+
 def test_secret_files_are_read_before_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

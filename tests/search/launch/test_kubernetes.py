@@ -37,8 +37,8 @@ def test_the_manifest_equals_the_expected_one() -> None:
         "name": "worker",
         "image": IMAGE,
         "command": ["hpsearch", "worker", "--study", "wine", "--grace", "85", "--heartbeat", "/tmp/hpsearch/alive"],
-        "envFrom": [{"secretRef": {"name": "hpsearch", "optional": True}}],
         "env": [
+            {"name": "HPSEARCH_SECRETS_FOLDER", "value": "/run/secrets/hpsearch"},
             {"name": "HPSEARCH_STORAGE_URL", "value": "postgresql://user@127.0.0.1:1/optuna"},
             {"name": "OMP_NUM_THREADS", "value": "3"},
             {"name": "HOME", "value": "/tmp"},
@@ -65,6 +65,7 @@ def test_the_manifest_equals_the_expected_one() -> None:
             "capabilities": {"drop": ["ALL"]},
         },
         "volumeMounts": [
+            {"name": "secrets", "mountPath": "/run/secrets/hpsearch", "readOnly": True},
             {"name": "home", "mountPath": "/var/lib/hpsearch"},
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -102,6 +103,10 @@ def test_the_manifest_equals_the_expected_one() -> None:
                     },
                     "containers": [worker],
                     "volumes": [
+                        {
+                            "name": "secrets",
+                            "secret": {"secretName": "hpsearch", "defaultMode": 0o440, "optional": True},
+                        },
                         {"name": "home", "emptyDir": {}},
                         {"name": "tmp", "emptyDir": {}},
                         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
@@ -112,11 +117,13 @@ def test_the_manifest_equals_the_expected_one() -> None:
     }
 
 
-def test_without_a_url_the_manifest_refers_to_the_secret() -> None:
-    (worker,) = manifest(storage_url=None, home=HOME)["spec"]["template"]["spec"]["containers"]
-    assert worker["envFrom"] == [{"secretRef": {"name": "hpsearch"}}]
-    reference = {"secretKeyRef": {"name": "hpsearch", "key": "HPSEARCH_STORAGE_URL"}}
-    assert worker["env"][0] == {"name": "HPSEARCH_STORAGE_URL", "valueFrom": reference}
+def test_without_a_url_the_manifest_requires_the_secret() -> None:
+    pod = manifest(storage_url=None, home=HOME)["spec"]["template"]["spec"]
+    (worker,) = pod["containers"]
+    assert pod["volumes"][0]["secret"] == {"secretName": "hpsearch", "defaultMode": 0o440}
+    assert "HPSEARCH_STORAGE_URL" not in {variable["name"] for variable in worker["env"]}
+    assert "envFrom" not in worker, "a secret is not in the environment of the container"
+    assert not [variable for variable in worker["env"] if "valueFrom" in variable]
     assert "limits" in worker["resources"]
     assert "nvidia.com/gpu" not in worker["resources"]["limits"]
 
@@ -124,7 +131,7 @@ def test_without_a_url_the_manifest_refers_to_the_secret() -> None:
 def test_a_url_is_passed_unchanged() -> None:
     """Kubernetes replaces $(NAME) in a value; $$( is a plain $(."""
     (worker,) = manifest(storage_url=URL)["spec"]["template"]["spec"]["containers"]
-    assert worker["env"][0]["value"].replace("$$(", "$(") == URL
+    assert worker["env"][1]["value"].replace("$$(", "$(") == URL
     assert "$$(x)" in worker["env"][0]["value"]
 
 
