@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -54,8 +55,11 @@ def _ensure_private(folder: Path) -> None:
         return
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()
-    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
-        folder.chmod(0o700)
+    if status.st_uid == os.geteuid():
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+    elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}, and a home belongs to one user")
 
 
 def check_writable(home: Path) -> None:

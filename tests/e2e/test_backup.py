@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.home import FOLDERS
 from tests.e2e.support import GATED, Cli, values
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
@@ -134,4 +135,4 @@ def test_a_damaged_backup_is_an_error_of_one_line_and_changes_nothing(
     said = here("restore", str(file), code=2, HPSEARCH_HOME=str(home))
     assert said.splitlines()[-1].startswith(f"hpsearch: {str(file)!r} is damaged (")
     assert "Traceback" not in said
-    assert list(home.iterdir()) == []
+    assert sorted(path.name for path in home.rglob("*")) == sorted(FOLDERS)

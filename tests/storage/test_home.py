@@ -103,3 +103,10 @@ def test_an_ordinary_user_cannot_use_a_folder_of_others(ordinary_user: OrdinaryU
     (shared / "stack.json").touch()
     shown = ordinary_user.python(_SHOW, HPSEARCH_HOME=str(shared))
     assert "belongs to uid 0" in shown.stderr
+    common = open_folder / "common"
+    prepare_home(str(common))
+    common.chmod(0o777)
+    shown = ordinary_user.python(_SHOW, HPSEARCH_HOME=str(common))
+    assert (
+        "'artifacts' cannot be a private folder (it belongs to uid 0, and a home belongs to one user)" in shown.stderr
+    )

@@ -17,6 +17,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.storage.attributes import SOURCE_SHA256, SPEC, STOPPED, TRACKING_URI, VERSION
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.home import FOLDERS
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.conftest import execute
 from tests.factories import spec_of
@@ -93,7 +94,7 @@ def test_without_services_doctor_prints_the_remedy_and_starts_nothing(look: Look
     assert checks["artifacts"]["found"] == "the check 'services' failed"
     assert checks["checkpoints"]["status"] == "ok"
     assert {service.state for service in embedded.read_status(fresh_home)} == {"stopped"}
-    assert list(fresh_home.iterdir()) == []
+    assert sorted(path.name for path in fresh_home.rglob("*")) == sorted(FOLDERS)
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:geheim@127.0.0.1:1/x", "postgresql://u@127.0.0.1:1/x?password=geheim"])
