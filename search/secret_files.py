@@ -1,7 +1,7 @@
 """Secrets in files: the variable NAME_FILE is the path of a file that contains the value of the variable NAME.
 
-`docker inspect` shows the environment of a container, but not the files in /run/secrets. Kubernetes mounts a Secret as a
-folder, whose path is in HPSEARCH_SECRETS_FOLDER. Each file in it has the name of a variable.
+`docker inspect` shows the environment of a container, but not the files in /run/secrets. Kubernetes mounts a Secret as
+a folder, whose path is in HPSEARCH_SECRETS_FOLDER. Each file in it has the name of a variable.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def read_secret_files(environment: MutableMapping[str, str] | None = None) -> No
         del environment[FOLDER_VARIABLE]
     for name in SECRET_VARIABLES:
         setting = f"{name}_FILE"
-        if path := environment.get(setting):
-            _read_secret(environment, name, setting, path)
+        if file := environment.get(setting):
+            _read_secret(environment, name, setting, file)
             del environment[setting]
 
 

@@ -132,7 +132,7 @@ def test_a_url_is_passed_unchanged() -> None:
     """Kubernetes replaces $(NAME) in a value; $$( is a plain $(."""
     (worker,) = manifest(storage_url=URL)["spec"]["template"]["spec"]["containers"]
     assert worker["env"][1]["value"].replace("$$(", "$(") == URL
-    assert "$$(x)" in worker["env"][0]["value"]
+    assert "$$(x)" in worker["env"][1]["value"]
 
 
 @pytest.mark.parametrize(
