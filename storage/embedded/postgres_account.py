@@ -20,6 +20,7 @@ from hpsearch.storage.errors import StorageError
 # Ids for root's Postgres that no other program uses: neither distributions nor systemd assign them. Processes of the
 # users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user.
 _DEDICATED_IDS = range(65520, 65532)
+_FORMER_USERS = ("postgres", "nobody")  # root's Postgres ran as one of these users in earlier versions
 # Location of root's Postgres if its user has no access to the home folder.
 _EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
 
@@ -83,11 +84,11 @@ class Account:
 def find_account(data: Path | None = None) -> Account:
     """Return the user for Postgres: the current user or, for root, a user id that no other program uses.
 
-    The dedicated id has no passwd entry, which only `initdb` needs. Data of a user with an entry, such as `nobody` in
-    earlier versions, are handed over by `Account.take_over`.
+    The dedicated id has no passwd entry, which only `initdb` needs.
 
     Args:
-        data: data directory, whose owner is returned if it is such an id; None before the directory exists.
+        data: data directory, whose owner is returned; None before the directory exists. Directories of root and of the
+            users of earlier versions are handed over to the dedicated id by `Account.take_over`.
 
     Raises:
         StorageError: the current user has no passwd entry, or is root and cannot switch to the dedicated id.
@@ -101,7 +102,7 @@ def find_account(data: Path | None = None) -> Account:
                 "directory: add an entry, or give --storage-url"
             ) from None
         return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
-    if data is not None and data.exists() and not _has_name((owner := data.stat()).st_uid):
+    if data is not None and data.exists() and not _is_former_user((owner := data.stat()).st_uid):
         return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
     number = next((each for each in _DEDICATED_IDS if not _has_name(each)), None)
     if number is not None:
@@ -132,6 +133,12 @@ def find_setup_account(account: Account) -> Account:
             "run hpsearch as an ordinary user, or give --storage-url"
         )
     return Account(entry.pw_name, entry.pw_uid, account.gid, is_other_user=True)
+
+
+def _is_former_user(uid: int) -> bool:
+    with contextlib.suppress(KeyError):
+        return uid == 0 or pwd.getpwuid(uid).pw_name in _FORMER_USERS
+    return False
 
 
 def _has_name(number: int) -> bool:

@@ -325,6 +325,13 @@ class TestAsRoot:
         old.stop()
         owner = find_account(old.data_folder)
         assert (owner.uid, owner.is_other_user) == (old.data_folder.stat().st_uid, True)
+        for path in (old.data_folder, *old.data_folder.rglob("*")):
+            os.chown(path, 1, 1)  # as if an ordinary user had started the stack
+        old.start(None)
+        assert old.data_folder.stat().st_uid == 1
+        old.stop()
+        for path in (old.data_folder, *old.data_folder.rglob("*")):
+            os.chown(path, owner.uid, owner.gid)
 
     @pytest.mark.parametrize("name", ["nobody", "postgres"])
     def test_no_process_of_another_service_can_read_the_data(self, old: EmbeddedPostgres, name: str) -> None:
