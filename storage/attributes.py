@@ -31,6 +31,7 @@ BUDGET_CUT = "hpsearch:cut"  # the budget was spent while the trial ran; the tri
 RUNG = "hpsearch:rung"  # last pause: rung, epoch (from 0), rank, number of trials at the rung
 DEVICE_SPEED = "hpsearch:pace"  # trials on several devices: median over the epochs of each speed metric, by name
 MODEL = "hpsearch:mlflow_model_id"
+MODEL_SHA256 = "hpsearch:mlflow_model_sha256"  # {model id: SHA-256 of the model's files, see compute_folder_sha256}
 TRACKING = "hpsearch:tracking"  # finished trials: the records that MLflow lacks
 PENDING = "pending"  # prefix of TRACKING while records are in the outbox
 REMOVED_BY = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint

@@ -144,6 +144,13 @@ def compute_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def compute_folder_sha256(folder: Path) -> str:
+    """Return the SHA-256 of all files below a folder: of the lines that ``sha256sum`` prints, sorted by path."""
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if not path.is_dir())
+    lines = "".join(f"{compute_sha256(path)}  {name}\n" for name, path in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 def compute_folder_bytes(folder: Path) -> int:
     """Return the total size in bytes of the files below a folder; files that disappear meanwhile are skipped."""
     size = 0

@@ -165,6 +165,10 @@ def serve_check(
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, help="Largest accepted absolute difference from the recorded score")
     ] = 1e-6,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Load a model that contains code, which runs with your permissions"),
+    ] = False,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     home: o.Home = None,
@@ -172,7 +176,8 @@ def serve_check(
     """Check that a registered model reproduces its score.
 
     A new process loads the model without this project's code and evaluates it on the validation split. A model that
-    cannot be exported is loaded from its checkpoint by the objective's code.
+    cannot be exported is loaded from its checkpoint by the objective's code. Files that were changed after the
+    promotion are rejected before they are loaded.
 
     Exit code 0 if the score equals the recorded score, 1 otherwise.
     """
@@ -185,7 +190,7 @@ def serve_check(
     if services.tracking_uri is None:
         raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
-    done = check(storage, services.open_tracking(), model, tolerance=tolerance)
+    done = check(storage, services.open_tracking(), model, tolerance=tolerance, allow_code=allow_code)
     echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
     echo(f"recorded   val {done.metric} {done.recorded_value:.9g}")
     if done.recomputed_value is not None:

@@ -26,6 +26,7 @@ from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
+from hpsearch.storage.records.promotions import read_model_sha256
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Evidence:
         test: test evaluation of this trial, with its scores; None if the trial was not evaluated on the test set.
         unconfirmed: why the choice of this trial is not confirmed; empty if the choice is confirmed.
         weights_only: why the model is a checkpoint, which needs the objective's code; empty if the model was exported.
+        model_id: id of the logged model; None if MLflow has no model of the run.
+        model_sha256: digest of the model's files, see `hpsearch.storage.files.compute_folder_sha256`; None if the model
+            was made by an earlier version of hpsearch and promoted in the MLflow UI.
         refit: for the model of a refit: the search, the trial of the winner, the epochs, the seeds and training losses
             of the runs, and the selected run. In this case, `value` is measured on training samples. None for other
             models.
@@ -83,6 +87,8 @@ class Evidence:
     test: dict[str, Any] | None
     unconfirmed: str
     weights_only: str = ""
+    model_id: str | None = None
+    model_sha256: str | None = None
     refit: dict[str, Any] | None = None
 
     def as_record(self) -> dict[str, Any]:
@@ -165,10 +171,23 @@ class Confirmation:
         return ""
 
 
-def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClient) -> Evidence:
-    """Return the evidence for a trial and its model. Values that MLflow does not return are None."""
+def gather_evidence(
+    found: Confirmation, trial: FrozenTrial, client: MlflowClient, *, verified: tuple[str, str] | None = None
+) -> Evidence:
+    """Return the evidence for a trial and its model. Values that MLflow does not return are None.
+
+    Args:
+        found: the results that can confirm the choice of the trial.
+        trial: the trial.
+        client: a client of the MLflow server.
+        verified: id of the model, and digest of its verified files; None uses the digest in the database.
+    """
     study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
+    model_id, model_sha256 = verified or (Registry(client).find_registrable_model(run_id), None)
+    if model_id is not None and model_sha256 is None:
+        with study.engine.connect() as connection:
+            model_sha256 = read_model_sha256(connection, model_id)
     resolved = _read_resolved_config(client, run_id)
     environment = resolved.get("environment") or {}
     return Evidence(
@@ -190,7 +209,9 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         finalists=None if found.finalists is None else to_record(found.finalists),
         test=_make_record(found.evaluation) if found.evaluation and found.is_evaluated(trial.number) else None,
         unconfirmed=found.explain_unconfirmed(trial.number),
-        weights_only=read_export_failure(client, Registry(client).find_registrable_model(run_id)),
+        weights_only=read_export_failure(client, model_id),
+        model_id=model_id,
+        model_sha256=model_sha256,
         refit=None if refit is None else {"search": found.search.spec.name, **to_record(refit)},
     )
 
@@ -210,7 +231,7 @@ def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence, without a tag
+_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only", "model_id")  # of the evidence, without a tag
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
@@ -321,6 +342,7 @@ def _list_facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("seed", evidence.seed),
         ("code", evidence.git_sha and f"git {evidence.git_sha}{changed}"),
         ("data", evidence.data_sha256 and f"sha256 {evidence.data_sha256}"),
+        ("files of the model", evidence.model_sha256 and f"sha256 {evidence.model_sha256}"),
     ]
     return [(name, str(value)) for name, value in facts if value is not None]
 

@@ -1,8 +1,9 @@
 """Predict with a registered model in a process without this project's code.
 
 ``serve-check`` runs this file by its path, with ``python -I``:
-``predict_isolated.py URI INPUTS OUTPUTS.pt SEED BLOCKED...``. INPUTS is a folder with one .npz file of tensors per
-batch. The process cannot import the packages that the arguments BLOCKED name.
+``predict_isolated.py MODEL INPUTS OUTPUTS.pt SEED BLOCKED...``. MODEL is the folder of a model in MLflow's format,
+INPUTS a folder with one .npz file of tensors per batch. The process cannot import the packages that the arguments
+BLOCKED name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ImportBlocker(MetaPathFinder):
 
 def main() -> None:
     """Load the model and write its predictions to the output file."""
-    uri, inputs, outputs, seed, *blocked = sys.argv[1:]
+    folder, inputs, outputs, seed, *blocked = sys.argv[1:]
     sys.meta_path.insert(0, ImportBlocker(blocked))
     import mlflow
     import numpy as np
@@ -43,11 +44,11 @@ def main() -> None:
     files = sorted(Path(inputs).glob("*.npz"))
     with np.load(files[0]) as first:
         has_single_input = list(first) == [SINGLE_INPUT_KEY]
-    signature = mlflow.models.get_model_info(uri).signature
+    signature = mlflow.models.get_model_info(folder).signature
     predict = (
-        load_single_input_predictor(uri)
+        load_single_input_predictor(folder)
         if has_single_input and signature is not None and signature.outputs is not None
-        else load_multi_input_predictor(uri)
+        else load_multi_input_predictor(folder)
     )
     predictions = []
     torch.manual_seed(int(seed))  # the seed of the evaluation in training, for models that use random numbers
@@ -57,13 +58,13 @@ def main() -> None:
     torch.save(predictions, outputs)
 
 
-def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
+def load_single_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     """Return a function that predicts with ``mlflow.pyfunc`` from a single array, as MLflow's model server does."""
     import mlflow
     import numpy as np
     import torch
 
-    model = mlflow.pyfunc.load_model(uri)
+    model = mlflow.pyfunc.load_model(folder)
 
     def predict(arrays: list[Any]) -> Any:
         # Parts of similar size, because an exported model may require at least two rows.
@@ -73,7 +74,7 @@ def load_single_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
     return predict
 
 
-def load_multi_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
+def load_multi_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     """Return a function that predicts from a list of arrays, for models with several inputs or outputs.
 
     ``mlflow.pyfunc`` does not support these models.
@@ -81,7 +82,7 @@ def load_multi_input_predictor(uri: str) -> Callable[[list[Any]], Any]:
     import mlflow.pytorch
     import torch
 
-    model = mlflow.pytorch.load_model(uri)
+    model = mlflow.pytorch.load_model(folder)
 
     def predict(arrays: list[Any]) -> Any:
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -11,6 +13,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
 from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe_evidence, gather_evidence, version_tags
+from hpsearch.search.promotion.model_files import download_verified
 from hpsearch.search.promotion.preference import describe_no_candidate, read_front, select_preferred
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.control import find_trial, get_user_and_host
@@ -114,7 +117,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     """Register the model of a COMPLETE trial with its evidence, and set an alias.
 
     Raises:
-        SearchError: the model is unavailable.
+        SearchError: the model is unavailable, or its files in MLflow were changed.
         ObjectiveError: the weights in the checkpoint do not fit the current code.
         StorageError: MLflow is unavailable or rejects a request.
     """
@@ -123,7 +126,9 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     model_id = registry.find_registrable_model(run_id)
     made = model_id is None
     model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
-    evidence = gather_evidence(found, chosen, tracking.client)
+    with tempfile.TemporaryDirectory(prefix="hpsearch-") as folder:
+        _, sha256 = download_verified(study.engine, tracking, model_id, Path(folder), name=f"trial {chosen.number}")
+    evidence = gather_evidence(found, chosen, tracking.client, verified=(model_id, sha256))
     with registry_lock(study.engine) as connection:
         current = registry.get_version_by_alias(name, alias)
         tags = {**version_tags(evidence), tag_names.PROMOTED_BY: get_user_and_host()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -32,12 +31,14 @@ from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_isolated
+from hpsearch.search.promotion.model_files import fetch_model, remove_ids
+from hpsearch.search.promotion.sandbox import run_isolated
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.model import download_checkpoint, read_export_failure
+from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
 from hpsearch.storage.mlflow.registry import Registry, Version
 from hpsearch.storage.records.promotions import find_trials_of_runs
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -74,18 +75,27 @@ class ServeCheckResult:
 
 
 def serve_check(
-    storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE
+    storage: PostgresStorage,
+    tracking: Tracking,
+    reference: str,
+    *,
+    tolerance: float = TOLERANCE,
+    allow_code: bool = False,
 ) -> ServeCheckResult:
     """Load a model version in a process without this project's code, and score its predictions on the validation split.
+
+    The files of the model are verified first.
 
     Args:
         storage: storage of the studies.
         tracking: client of the MLflow server.
         reference: ``NAME@ALIAS`` or ``NAME/VERSION``, with or without ``models:/``.
         tolerance: largest accepted absolute difference from the recorded value.
+        allow_code: whether to load a model whose files can execute code.
 
     Raises:
-        SearchError: the version does not exist, or no study in `storage` has its trial.
+        SearchError: the version does not exist, no study in `storage` has its trial, or the files of the model were
+            changed or can execute code.
         ObjectiveError: the objective cannot be loaded on this machine.
         StorageError: MLflow is unavailable or rejects a request.
     """
@@ -99,31 +109,32 @@ def serve_check(
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = require_model_objective(study.objective(), "serve-check")
-    splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
-    changed = _describe_changes(study, objective, splits, version)
+    if version.model_id is None:
+        raise SearchError(f"{reference}: the version has no logged model; register the model of the trial's run")
     scored: float | None
-    export_failure = read_export_failure(tracking.client, version.model_id)
-    with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
-        if export_failure:
-            scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
+    with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as name:
+        folder, engine = Path(name), storage.engine
+        files = fetch_model(engine, tracking, version.model_id, folder, name=reference, allow_code=allow_code)
+        objective = require_model_objective(study.objective(), "serve-check")
+        splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
+        changed = _describe_changes(study, objective, splits, version)
+        if export_failure := read_export_failure(tracking.client, version.model_id):
+            scored, error = _score_weights(files, objective), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            scored, error = _score_isolated(version, objective, config, splits, tracking.uri, Path(folder))
+            scored, error = _score_isolated(files, objective, config, splits, folder, allow_code=allow_code)
     if scored is not None and not abs(scored - value) <= tolerance:  # negated, so that NaN is a difference
         error = f"the difference {abs(scored - value):.3g} exceeds --tolerance {tolerance:g}{changed}"
     return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, export_failure)
 
 
-def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
+def _score_weights(files: Path, objective: Objective) -> float:
     """Return the score of a model that was not exported, computed from its checkpoint with the objective's code."""
-    assert version.model_id is not None
-    path = download_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
-    return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
+    return restore_best(objective, checkpoint.read(files / CHECKPOINT_FILE)).validate()[objective.metric]
 
 
 def _score_isolated(
-    version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
+    files: Path, objective: Objective, config: TrainConfig, splits: Splits, folder: Path, *, allow_code: bool
 ) -> tuple[float | None, str]:
     """Compute the score of a model that a process without this project's code loads.
 
@@ -131,7 +142,7 @@ def _score_isolated(
         The score, or None if the process failed; and the error, or an empty text.
     """
     _write_inputs(splits, folder, get_eval_batch_size(config))
-    predictions, error = _predict(version, objective, tracking_uri, folder)
+    predictions, error = _predict(files, objective, folder, allow_code=allow_code)
     return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
 
 
@@ -168,29 +179,27 @@ def _describe_changes(study: StoredStudy, objective: Objective, splits: Splits, 
     return "".join(f"; {change}" for change in changed)
 
 
-def _predict(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> tuple[list[Any] | None, str]:
+def _predict(files: Path, objective: Objective, folder: Path, *, allow_code: bool) -> tuple[list[Any] | None, str]:
     """Compute the predictions for each validation batch in an isolated process.
 
     Returns:
         The predictions, or None if the process failed; and the error, or an empty text.
     """
-    outputs, empty = folder / "outputs.pt", folder / "cwd"
-    empty.mkdir()
+    remove_ids(files)
+    outputs, script = folder / "outputs.pt", Path(predict_isolated.__file__)
     blocked = {"hpsearch", type(objective).__module__.partition(".")[0]}
     # -I ignores PYTHONPATH, the user's packages and the current folder. The script blocks the installed packages.
-    arguments = [version.uri, str(folder), str(outputs), str(EVALUATION_SEED)]
-    command = [sys.executable, "-I", predict_isolated.__file__, *arguments, *sorted(blocked)]
-    variables = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
+    arguments = [str(files), str(folder), str(outputs), str(EVALUATION_SEED)]
+    command = [sys.executable, "-I", str(script), *arguments, *sorted(blocked)]
+    variables = {
+        "MLFLOW_TRACKING_URI": "http://127.0.0.1:1",  # any address: the files are local, and no server is asked
+        "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": str(allow_code).lower(),
+    }
     try:
-        process = subprocess.run(
-            command,
-            cwd=empty,
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROCESS_TIMEOUT_SECONDS,
-            check=False,
+        process = run_isolated(
+            command, folder=folder, readable=[script], variables=variables, timeout_seconds=_PROCESS_TIMEOUT_SECONDS
         )
     except subprocess.TimeoutExpired:
         return None, f"the model did not answer within {_PROCESS_TIMEOUT_SECONDS:.0f} s"

@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import RUN_ID
+from hpsearch.storage.attributes import MODEL_SHA256, RUN_ID
 from hpsearch.storage.database.statements import Database
 
 
@@ -98,6 +98,17 @@ _TRIALS = sa.text("""
      WHERE a.key = :key AND a.value_json = ANY(:values)
 """)
 
+# The earliest promotion has the verified digest. The trial's attribute is written again when a worker sends a model.
+_MODEL_SHA256 = sa.text("""
+    (SELECT evidence ->> 'model_sha256' AS sha256 FROM hpsearch_promotions
+      WHERE evidence ->> 'model_id' = :model AND evidence ->> 'model_sha256' IS NOT NULL
+      ORDER BY promotion_id LIMIT 1)
+    UNION ALL
+    (SELECT value_json::jsonb ->> :model FROM trial_user_attributes
+      WHERE key = :key AND value_json::jsonb ->> :model IS NOT NULL ORDER BY trial_id LIMIT 1)
+    LIMIT 1
+""")
+
 _NO_VERSION = 0  # versions are numbered from 1
 
 
@@ -158,3 +169,8 @@ def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> 
     """Return the trial of each MLflow run, by run id; runs that belong to no trial are omitted."""
     rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
     return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}
+
+
+def read_model_sha256(connection: sa.Connection, model_id: str) -> str | None:
+    """Return the recorded digest of a logged model's files, see `compute_folder_sha256`; None if none is recorded."""
+    return connection.execute(_MODEL_SHA256, {"model": model_id, "key": MODEL_SHA256}).scalar()

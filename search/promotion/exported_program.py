@@ -1,0 +1,161 @@
+"""Static check of `torch.export` programs, before they are loaded.
+
+`torch.export.load` executes content of the file: it unpickles objects, resolves the names of operators to any function
+below `torch`, evaluates symbolic sizes with sympy, and compiles guards to Python code. This module accepts a program
+only if all these parts are plain, without loading the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import operator
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export.pt2_archive import PT2ArchiveReader
+
+_TEXT_FILES = {"archive_format", "archive_version", "byteorder", "version", "serialization_id"}
+_UNSAFE_OPERATORS = {"from_file", "save"}  # read or write files
+_HIGHER_ORDER = {
+    *("cond", "while_loop", "scan", "associative_scan", "map_impl", "out_dtype", "flex_attention"),
+    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+}
+_SYMBOLIC_FUNCTIONS = {
+    *("Abs", "Add", "And", "CeilDiv", "CeilToInt", "CleanDiv", "Eq", "Equality", "Float", "FloatPow", "FloatTrueDiv"),
+    *("FloorDiv", "FloorToInt", "Ge", "GreaterThan", "Gt", "Identity", "IntTrueDiv", "Integer", "LShift", "Le"),
+    *("LessThan", "Lt", "Max", "Min", "Mod", "ModularIndexing", "Mul", "Ne", "Not", "Or", "Piecewise", "Pow"),
+    *("PowByNatural", "PythonMod", "RShift", "Rational", "RoundDecimal", "RoundToInt", "StrictGreaterThan"),
+    *("StrictLessThan", "Symbol", "ToFloat", "TruncToFloat", "TruncToInt", "Unequality", "Where", "ceiling", "floor"),
+}
+_SYMBOL = re.compile(r"[a-z]{1,3}\d+|true|false|oo|int_oo|nan|L")
+_TENSOR_METHODS = {"size", "stride", "storage_offset", "dim", "numel"}
+_NAME = re.compile(r"[\w.:+\-]*")  # names of values, types and devices
+_TEXT = re.compile(r"[\w.:+\-*/,<> ]*")  # texts without quotes and brackets, such as the equation of an einsum
+_IMPORTS = re.compile(r"default_factory_module|__enum__")  # fields of structures that name a module to import
+_NODES = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Name, ast.Constant, ast.Load),
+    *(ast.keyword, ast.Subscript, ast.Tuple, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+)
+_TENSOR_FILE = re.compile(r"(weight|tensor)_\d+")
+
+
+def find_unsafe_part(path: Path) -> str:
+    """Return a description of the first part of a `.pt2` file that may execute code; empty if there is none."""
+    try:
+        return next(_list_unsafe_parts(path), "")
+    except Exception as error:  # the readers raise errors of many types for damaged files
+        return f"an unreadable program ({type(error).__name__})"
+
+
+def _list_unsafe_parts(path: Path) -> Iterator[str]:
+    with zipfile.ZipFile(path) as archive:  # torch reads a file without a folder as a program of an older format
+        if len({name.partition("/")[0] if "/" in name else "" for name in archive.namelist()} | {""}) != 2:
+            yield "files of another format"
+    reader = PT2ArchiveReader(str(path))  # torch's own reader, because another one may find other files
+    for name in reader.get_file_names():
+        match name.split("/"):
+            case ["models", file] if file.endswith(".json"):
+                yield from _list_unsafe_values(json.loads(reader.read_bytes(name)))
+            case ["data", "weights" | "constants", file] if file.endswith("_config.json"):
+                yield from _list_pickled_tensors(json.loads(reader.read_bytes(name)))
+            case ["data", "weights" | "constants", file] if _TENSOR_FILE.fullmatch(file):
+                pass  # bytes of a tensor, unless a configuration declares them as pickled
+            case ["data", "sample_inputs", file] if file.endswith(".pt"):
+                if not _is_plain_pickle(reader.read_bytes(name)):
+                    yield f"pickled objects in {name}"
+            case [file] | [".data", file] if file in _TEXT_FILES:
+                pass
+            case _:
+                yield f"the file {name}"
+
+
+def _list_pickled_tensors(config: dict[str, Any]) -> Iterator[str]:
+    for name, entry in config["config"].items():
+        if entry.get("use_pickle") is not False or not _TENSOR_FILE.fullmatch(entry["path_name"]):
+            yield f"the pickled object {name!r}"
+
+
+def _is_plain_pickle(content: bytes) -> bool:
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception:  # of many types; without this check, torch falls back to an unrestricted unpickler
+        return False
+    return True
+
+
+def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
+    """Return the descriptions of unsafe values below a JSON value of the program, whose key in its parent is `key`."""
+    if isinstance(value, dict):
+        is_node = {"target", "inputs", "metadata"} <= value.keys()
+        if is_node and not _is_safe_operator(value["target"]):
+            yield f"the operator {value['target'][:80]!r}"
+        for name, item in value.items():
+            if not _NAME.fullmatch(name):
+                yield f"the name {name[:80]!r}"
+            if is_node and name == "metadata":  # texts of messages, unless they name a module
+                if _IMPORTS.search(json.dumps(item)):
+                    yield "the import of a module"
+            elif not (is_node and name == "target"):
+                yield from _list_unsafe_values(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _list_unsafe_values(item, key)
+    elif isinstance(value, str) and not _is_safe_text(value, key):
+        yield f"{key} {value[:80]!r}"
+
+
+def _is_safe_text(text: str, key: str) -> bool:
+    if key == "as_operator":
+        return _is_safe_operator(text)
+    if key in {"expr_str", "guards_code"}:
+        return _is_safe_expression(text)
+    if text.startswith(("[", "{", '"')):  # the structures of inputs and outputs are JSON in JSON
+        return not _IMPORTS.search(text) and next(_list_unsafe_values(json.loads(text), key), None) is None
+    return bool(_TEXT.fullmatch(text)) and not _IMPORTS.search(text)
+
+
+def _is_safe_operator(target: str) -> bool:
+    match target.split("."):
+        case ["torch", "ops", "aten" | "prims", name, *overload]:
+            has_private_part = any(each.startswith("__") for each in (name, *overload))
+            return len(overload) <= 1 and name not in _UNSAFE_OPERATORS and not has_private_part
+        case ["torch", "ops", "higher_order", name]:
+            return name in _HIGHER_ORDER
+        case ["torch", name]:
+            return re.fullmatch(r"_?sym_\w+", name) is not None
+        case ["_operator", name]:
+            return name not in {"attrgetter", "methodcaller", "call", "setitem", "delitem"} and name in operator.__all__
+        case ["math", name]:
+            return not name.startswith("_")
+    return False
+
+
+def _is_safe_expression(text: str) -> bool:
+    """Return whether an expression has only sizes of tensors, numbers, and the functions of symbolic sizes."""
+    try:
+        return all(map(_is_safe_node, ast.walk(ast.parse(text, mode="eval"))))
+    except SyntaxError:
+        return False
+
+
+def _is_safe_node(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _SYMBOLIC_FUNCTIONS
+        case ast.Call(func=ast.Attribute()):
+            return True  # the case of the attribute rejects the names of other methods
+        case ast.Call():
+            return False
+        case ast.Name(id=name):
+            return name in _SYMBOLIC_FUNCTIONS or _SYMBOL.fullmatch(name) is not None
+        case ast.Attribute(attr=name):
+            return name in _TENSOR_METHODS
+        case ast.Constant(value=str() as name):
+            return _NAME.fullmatch(name) is not None
+    return isinstance(node, _NODES)

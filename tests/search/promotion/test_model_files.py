@@ -1,0 +1,346 @@
+"""A model that was changed in MLflow, or that can execute code, is rejected before it is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import yaml
+from optuna.trial import create_trial
+from torch import nn
+
+from hpsearch import load_objective
+from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion.exported_program import find_unsafe_part
+from hpsearch.search.promotion.model_files import find_code
+from hpsearch.search.promotion.promote import promote
+from hpsearch.search.promotion.sandbox import run_isolated
+from hpsearch.search.promotion.serve_check import ServeCheckResult, serve_check
+from hpsearch.storage.attributes import MODEL_SHA256, RUN_ID
+from hpsearch.storage.files import compute_folder_sha256
+from hpsearch.storage.journals.journal_records import Model
+from hpsearch.storage.mlflow.model import ensure_model
+from hpsearch.storage.mlflow.model_export import export_model, write_checkpoint_model
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.records.promotions import read_model_sha256
+from tests.search.promotion.support import Tracked
+
+TRIAL = 4  # the trial with the exported model, the best one
+
+
+class Classifier(nn.Module):
+    """A model with the inputs and outputs of the objective `digits`, which trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.flatten(1))
+
+
+@pytest.fixture(scope="module")
+def _exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export_model(Classifier().eval(), [("", torch.randn(4, 1, 8, 8))], [{0}], folder)
+    return folder
+
+
+@pytest.fixture
+def exported(_exported: Path, tmp_path: Path) -> Path:
+    """Return a copy of an exported model that the test may change."""
+    return Path(shutil.copytree(_exported, tmp_path / "model"))
+
+
+@pytest.fixture
+def own_model(own_tracked: Tracked, _exported: Path, tmp_path: Path) -> str:
+    """Add a trial with an exported model, as a worker does, and return the id of the model."""
+    suggested = optuna.create_study().ask()
+    load_objective("digits").configure(suggested)
+    parent = str(own_tracked.stored.attrs[RUN_ID])
+    run_id = own_tracked.tracking.create_trial_run(own_tracked.name, TRIAL, parent=parent, tags={})
+    made = create_trial(
+        value=0.95, params=suggested.params, distributions=suggested.distributions, user_attrs={RUN_ID: run_id}
+    )
+    optuna.load_study(study_name=own_tracked.name, storage=own_tracked.storage).add_trial(made)
+    folder = Path(shutil.copytree(_exported, tmp_path / "sent"))
+    record = Model(name="own", step=0, at=0.0, metrics={}, params={}, tags={})
+    trial = own_tracked.stored.trials()[TRIAL]
+    links = RunLinks(own_tracked.storage.engine)
+    return ensure_model(own_tracked.tracking, links, trial._trial_id, run_id, record, folder)
+
+
+def check(tracked: Tracked, *, allow_code: bool = False) -> ServeCheckResult:
+    return serve_check(tracked.storage, tracked.tracking, f"{tracked.name}@champion", allow_code=allow_code)
+
+
+def poison(folder: Path, marker: Path) -> Path:
+    """Return the files that add code to a model: the code writes a file when the model is loaded."""
+    metadata = yaml.safe_load((folder / "MLmodel").read_text())
+    metadata["flavors"]["python_function"] |= {"loader_module": "poison", "code": "code"}
+    target = folder.parent / "poison"
+    (target / "code").mkdir(parents=True)
+    (target / "MLmodel").write_text(yaml.safe_dump(metadata))
+    (target / "code" / "poison.py").write_text(f"open({str(marker)!r}, 'w').write('executed')\n")
+    return target
+
+
+def test_code_that_another_client_adds_to_a_promoted_model_is_not_loaded(
+    own_tracked: Tracked, own_model: str, exported: Path, tmp_path: Path
+) -> None:
+    """Row 1 of the audit: a client of MLflow overwrites the files of the champion."""
+    promote(own_tracked.stored, own_tracked.tracking)
+    marker = tmp_path / "marker"
+    own_tracked.client.log_model_artifacts(own_model, str(poison(exported, marker)))
+    with pytest.raises(SearchError, match=rf"^\S+@champion: the files of model {own_model} in MLflow were changed"):
+        check(own_tracked)
+    with pytest.raises(SearchError, match="were changed"):  # the option accepts code, but no changed files
+        check(own_tracked, allow_code=True)
+    assert not marker.exists()
+
+
+def test_a_model_that_was_changed_before_its_promotion_is_not_promoted(
+    own_tracked: Tracked, own_model: str, exported: Path, tmp_path: Path
+) -> None:
+    own_tracked.client.log_model_artifacts(own_model, str(poison(exported, tmp_path / "marker")))
+    with pytest.raises(SearchError, match=rf"^trial {TRIAL}: the files of model {own_model} in MLflow were changed"):
+        promote(own_tracked.stored, own_tracked.tracking)
+    assert own_tracked.promotions() == []
+
+
+def test_the_digest_of_the_files_is_recorded_with_the_trial_and_the_promotion(
+    own_tracked: Tracked, own_model: str, tmp_path: Path
+) -> None:
+    digest = compute_folder_sha256(tmp_path / "sent")
+    with own_tracked.storage.engine.connect() as connection:
+        assert read_model_sha256(connection, own_model) == digest
+    promote(own_tracked.stored, own_tracked.tracking)
+    (promotion,) = own_tracked.promotions()
+    assert (promotion.evidence["model_id"], promotion.evidence["model_sha256"]) == (own_model, digest)
+    version = own_tracked.version("champion")
+    assert version.tags["hpsearch.model_sha256"] == digest
+    assert f"sha256 {digest}" in version.description
+    shell = "cd $0 && find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    said = subprocess.run(["sh", "-c", shell, tmp_path / "sent"], capture_output=True, text=True, check=True).stdout
+    assert said.split()[0] == digest
+
+
+def test_the_digest_of_the_promotion_is_valid_if_a_worker_changes_its_own(own_tracked: Tracked, own_model: str) -> None:
+    promote(own_tracked.stored, own_tracked.tracking)
+    trial_id = own_tracked.stored.trials()[TRIAL]._trial_id
+    RunLinks(own_tracked.storage.engine).set_attr_of_trials([trial_id], MODEL_SHA256, {own_model: "0" * 64})  # type: ignore[arg-type]
+    assert check(own_tracked).recomputed_value is not None
+
+
+def test_a_model_without_digest_is_checked_but_its_code_is_not_loaded(
+    own_tracked: Tracked, own_model: str, exported: Path, tmp_path: Path
+) -> None:
+    """Earlier versions of hpsearch recorded no digest, and users may register other models of a trial's run."""
+    trial_id = own_tracked.stored.trials()[TRIAL]._trial_id
+    RunLinks(own_tracked.storage.engine).remove_attr_of_trials([trial_id], MODEL_SHA256)
+    client = own_tracked.client
+    client.create_registered_model(own_tracked.name)
+    run_id = own_tracked.run_of(TRIAL)
+    client.create_model_version(own_tracked.name, f"models:/{own_model}", run_id=run_id, model_id=own_model)
+    client.set_registered_model_alias(own_tracked.name, "champion", "1")
+    assert check(own_tracked).recomputed_value is not None
+    marker = tmp_path / "marker"
+    client.log_model_artifacts(own_model, str(poison(exported, marker)))
+    with pytest.raises(SearchError, match=r"code: 'code' in the flavor python_function, .* --allow-code"):
+        check(own_tracked)
+    assert not marker.exists()
+
+
+def test_a_model_with_code_is_loaded_with_the_option(
+    own_tracked: Tracked, own_model: str, exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The code sees no credentials of the user."""
+    trial_id = own_tracked.stored.trials()[TRIAL]._trial_id
+    RunLinks(own_tracked.storage.engine).remove_attr_of_trials([trial_id], MODEL_SHA256)
+    files = poison(exported, tmp_path / "marker")
+    code = "import os; raise SystemExit('variables: ' + ' '.join(sorted(os.environ)))"
+    (files / "code" / "poison.py").write_text(code)
+    own_tracked.client.log_model_artifacts(own_model, str(files))
+    promote(own_tracked.stored, own_tracked.tracking)
+    secrets = ("PGPASSWORD", "HPSEARCH_STORAGE_URL", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "OPENAI_KEY")
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
+    error = check(own_tracked, allow_code=True).mismatch
+    assert "variables: " in error
+    assert "PATH" in error
+    assert not [name for name in secrets if name in error]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bubblewrap_hides_files_and_network(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    code = f"""
+import os, socket
+print(os.path.exists({str(secret)!r}), os.path.exists("/etc/passwd"), len(socket.if_nameindex()))
+open({str(folder / "result")!r}, "w").write("written")
+"""
+    done = run_isolated(
+        [sys.executable, "-I", "-c", code], folder=folder, readable=[], variables={}, timeout_seconds=60
+    )
+    assert (done.stdout, done.stderr) == ("False False 1\n", "")
+    assert (folder / "result").read_text() == "written"
+
+
+def test_bubblewrap_that_cannot_start_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    command = [sys.executable, "-I", "-c", "print('ran')"]
+    done = run_isolated(command, folder=folder, readable=[], variables={}, timeout_seconds=60)
+    assert done.stdout == "ran\n"
+    assert "bubblewrap cannot start (bwrap: No permissions to create new namespace)" in caplog.text
+
+
+def test_an_exported_model_and_a_checkpoint_have_no_code(exported: Path, tmp_path: Path) -> None:
+    assert find_code(exported) == ""
+    weights = tmp_path / "best.pt"
+    weights.write_bytes(b"weights")
+    write_checkpoint_model(weights, tmp_path / "checkpoint", objective="digits", reason="why")
+    assert find_code(tmp_path / "checkpoint") == ""
+
+
+class Symbolic(nn.Module):
+    """A model with symbolic sizes, a branch on data, and operators with texts as arguments."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        size = x.shape[1] // 2 + y.shape[1] % 3
+        product = torch.einsum("bi,bj->bij", x, y)
+        chosen = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return {"product": torch.div(product, 2, rounding_mode="floor"), "chosen": chosen[:, :1].expand(-1, size)}
+
+
+def test_symbolic_sizes_and_control_flow_are_no_code(tmp_path: Path) -> None:
+    inputs = [("x", torch.randn(4, 6)), ("y", torch.randn(4, 5))]
+    sizes = [{0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}] * 2
+    program = torch.export.export(Symbolic(), tuple(x for _, x in inputs), dynamic_shapes=sizes)
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert find_unsafe_part(tmp_path / "model.pt2") == ""
+
+
+Members = dict[str, bytes]
+
+
+def edit_program(change: Callable[[Any], None]) -> Callable[[Members, str], None]:
+    """Return a function that changes the JSON of the program in an archive."""
+
+    def edit(members: Members, _: str) -> None:
+        name = next(name for name in members if name.endswith("models/model.json"))
+        program = json.loads(members[name])
+        change(program)
+        members[name] = json.dumps(program).encode()
+
+    return edit
+
+
+class Opened:
+    """An object whose unpickling creates a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (self._path, "w")
+
+
+def write_file(members: Members, path: str) -> None:
+    """Add an operator that creates a file."""
+    values = {"filename": {"as_string": path}, "shared": {"as_bool": True}, "size": {"as_int": 1}}
+    arguments = [{"name": name, "arg": value, "kind": 1} for name, value in values.items()]
+
+    def change(program: Any) -> None:
+        graph = program["graph_module"]["graph"]
+        graph["tensor_values"]["made"] = next(iter(graph["tensor_values"].values()))
+        output = {"as_tensor": {"name": "made"}}
+        node = {"target": "torch.ops.aten.from_file.default", "inputs": arguments, "outputs": [output], "metadata": {}}
+        graph["nodes"].insert(0, {**graph["nodes"][0], **node, "name": "made"})
+
+    edit_program(change)(members, path)
+
+
+def guard(members: Members, path: str) -> None:
+    edit_program(lambda program: program["guards_code"].append(f"open({path!r}, 'w') is not None"))(members, path)
+
+
+def evaluate_size(members: Members, path: str) -> None:
+    code = "+".join(f"chr({each})" for each in f"open({path!r}, 'w')".encode())
+
+    def change(program: Any) -> None:
+        values = program["graph_module"]["graph"]["tensor_values"]
+        next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": f"eval({code})", "hint": None}}
+
+    edit_program(change)(members, path)
+
+
+def pickle_weight(members: Members, path: str) -> None:
+    name = next(name for name in members if name.endswith("weights/model_weights_config.json"))
+    config = json.loads(members[name])
+    entry = next(iter(config["config"].values()))
+    entry["use_pickle"] = True
+    members[name] = json.dumps(config).encode()
+    members[f"{name.rpartition('/')[0]}/{entry['path_name']}"] = save(Opened(path))
+
+
+def pickle_inputs(members: Members, path: str) -> None:
+    name = next(name for name in members if "sample_inputs" in name)
+    members[name] = save(Opened(path))
+
+
+def save(value: object) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("attack", "part"),
+    [
+        (write_file, "the operator 'torch.ops.aten.from_file.default'"),
+        (guard, 'guards_code "open('),
+        (evaluate_size, "expr_str 'eval("),
+        (pickle_weight, "the pickled object 'linear.weight'"),
+        (pickle_inputs, "pickled objects in data/sample_inputs/model.pt"),
+    ],
+)
+def test_a_program_that_executes_code_is_detected(
+    exported: Path, tmp_path: Path, attack: Callable[[Members, str], None], part: str
+) -> None:
+    """Each program creates a file when torch loads and calls it, and `find_code` describes the reason."""
+    path, marker = exported / "data" / "model.pt2", tmp_path / "marker"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    attack(members, str(marker))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    found = find_code(exported)
+    assert found.startswith(part), found
+    assert found.endswith(" in data/model.pt2")
+    assert not marker.exists()
+    code = f"import torch; torch.export.load({str(path)!r}).module()(torch.randn(4, 1, 8, 8))"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert marker.exists(), "the attack has no effect, so the test shows nothing"
