@@ -18,10 +18,10 @@ from multiprocessing import popen_fork, util
 from types import FrameType
 from typing import Any
 
+from hpsearch.redaction import redact
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError, format_error
-from hpsearch.storage.urls import redact
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped

@@ -6,13 +6,12 @@ import re
 from typing import TypedDict
 from urllib.parse import quote, unquote, urlsplit
 
+from hpsearch.redaction import redact
 from hpsearch.storage.errors import StorageError
 
 DRIVER = "postgresql+psycopg2"
 
 _POSTGRES = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
-_PASSWORD = re.compile(r"(://[^:/@?]*):.*@", re.DOTALL)
-_PASSWORD_IN_QUERY = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
 
 
 class Addresses(TypedDict, total=False):
@@ -63,11 +62,6 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     if not parsed.database and "dbname" not in parsed.query and "service" not in parsed.query:
         raise StorageError(f"{setting} {redact(url)!r} contains no database name: {example}")
     return parsed.set(drivername=DRIVER).render_as_string(hide_password=False)
-
-
-def redact(url: str) -> str:
-    """Return a URL, or a text that contains URLs, without passwords."""
-    return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def redact_password(text: str, url: str) -> str:

@@ -28,10 +28,10 @@ from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.loop.epoch import require_same_run
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.reports.report import format_image, format_value, list_custom_settings, write_sections
+from hpsearch.objectives.training.reproducibility.changes import read_changes
 from hpsearch.objectives.training.reproducibility.environment import (
     describe_differences,
     describe_environment,
-    read_git_diff,
 )
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
@@ -234,7 +234,7 @@ class LoopRun(BaseLoopRun):
             if changed := describe_differences(restored["environment"], self.settings["environment"]):
                 self.resume_notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
             self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.resume_notes]))
-        changes = read_git_diff(source.parent if source else Path.cwd()) if self.ranks.is_rank_zero else ""
+        changes = read_changes(source) if self.ranks.is_rank_zero else ""
         verdict = self._open(self.curve, self.settings, changes, resumed_at=0 if restored else None)
         return None if restored is None else restored["state"], verdict
 

@@ -206,10 +206,10 @@ def migrate(
 
     The embedded services do this when they start. Repeated and concurrent calls have no other effect.
     """
+    from hpsearch.redaction import redact
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.migrate import migrate as migrate_tables
     from hpsearch.storage.database.roles import create_databases
-    from hpsearch.storage.urls import redact
 
     url = storage_url
     if bootstrap:

@@ -15,13 +15,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import NAME_PATTERN
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.urls import normalise_url, redact
+from hpsearch.storage.urls import normalise_url
 
 ENGINES = ("slurm", "kubernetes", "ray", "systemd")
 SHUTDOWN_MARGIN_SECONDS = 5  # part of the grace period, for the delivery of the signal and the exit of the worker

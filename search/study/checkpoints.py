@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
 
+from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL
@@ -16,7 +17,6 @@ from hpsearch.storage.checkpoints.store import CheckpointStore, get_checkpoint_p
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError
 from hpsearch.storage.files import compute_folder_bytes
-from hpsearch.storage.urls import redact
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpsearch.redaction import redact
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
     MODEL,
@@ -38,7 +39,6 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.urls import redact
 
 
 def check_schema_revisions(manifest: Manifest) -> None:

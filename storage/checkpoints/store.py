@@ -17,10 +17,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hpsearch.kill_points import kill_point
+from hpsearch.redaction import redact
 from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, format_error
 from hpsearch.storage.files import compute_sha256 as digest
 from hpsearch.storage.files import link_or_copy, link_or_copy_durably
-from hpsearch.storage.urls import redact, redact_password
+from hpsearch.storage.urls import redact_password
 
 CHECKPOINT_URL_FLAG = "--checkpoint-url"
 

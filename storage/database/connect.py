@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from hpsearch.redaction import redact
 from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
@@ -18,7 +19,7 @@ from hpsearch.storage.database.schema import (
     VERSION_TABLE,
 )
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
-from hpsearch.storage.urls import normalise_url, redact, redact_password
+from hpsearch.storage.urls import normalise_url, redact_password
 
 if TYPE_CHECKING:
     import sqlalchemy

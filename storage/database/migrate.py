@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
 from hpsearch.storage.errors import StorageError, format_error
-from hpsearch.storage.urls import normalise_url, redact
+from hpsearch.storage.urls import normalise_url
 
 if TYPE_CHECKING:
     from alembic.config import Config

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from hpsearch.redaction import redact
 from hpsearch.storage.embedded import process
 from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.urls import redact
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted

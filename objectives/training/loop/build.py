@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
@@ -39,7 +37,8 @@ from hpsearch.objectives.training.optimizers.optimizer import (
 )
 from hpsearch.objectives.training.optimizers.schedules import build_schedule
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
-from hpsearch.objectives.training.reproducibility.environment import describe_environment, read_git_diff
+from hpsearch.objectives.training.reproducibility.changes import read_changes
+from hpsearch.objectives.training.reproducibility.environment import describe_environment
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Strategy
@@ -111,7 +110,7 @@ def build_run(
             "split_hash": split_hash,
         },
         environment=describe_environment(device, source, ranks.world_size),
-        git_diff=read_git_diff(source.parent if source else Path.cwd()),
+        git_diff=read_changes(source),
         config=config,
         plan=plan,
         device=device,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
-import subprocess
 import sys
 from functools import lru_cache
 from importlib import metadata
@@ -14,11 +12,12 @@ from typing import Any
 
 import torch
 
+from hpsearch.objectives.training.reproducibility.changes import run_git
+from hpsearch.redaction import redact
+
 # A resume is bit-exact only if none of these differs.
 EXACT_KEYS = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
 _DEFAULTS = {"world": 1}  # values for checkpoints without the entry
-
-_MAX_DIFF_LENGTH = 1_000_000  # characters
 
 
 def describe_environment(device: torch.device, source: Path | None, world: int = 1) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def describe_environment(device: torch.device, source: Path | None, world: int =
         "world": world,
         "threads": torch.get_num_threads(),
         "compiled": False,  # set after a successful compilation
-        "command": _redact_passwords(" ".join(sys.argv)),
+        "command": redact(" ".join(sys.argv)),
         "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
         **_git(source.parent if source else Path.cwd()),
     }
@@ -56,30 +55,6 @@ def _version(name: str) -> str | None:
 @lru_cache
 def _git(folder: Path) -> dict[str, Any]:
     """Return the commit of the source, and whether tracked files differ from it."""
-    if not (sha := _run_git(folder, "rev-parse", "HEAD")):
+    if not (sha := run_git(folder, "rev-parse", "HEAD")):
         return {}
-    return {"git_sha": sha, "git_dirty": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no"))}
-
-
-@lru_cache
-def read_git_diff(folder: Path) -> str:
-    """Return the output of `git diff` for the repository of `folder`; empty if there is no git or repository."""
-    diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
-    if len(diff) > _MAX_DIFF_LENGTH:
-        diff = f"{diff[:_MAX_DIFF_LENGTH]}\n[truncated: {len(diff)} characters in total]"
-    return _redact_passwords(diff) + "\n" if diff else ""
-
-
-def _run_git(folder: Path, *arguments: str) -> str:
-    """Run git in a folder and return its output, which is empty if git is missing or fails."""
-    command = ("git", "--no-optional-locks", "-C", str(folder), *arguments)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _redact_passwords(command: str) -> str:
-    """Return a command without the passwords of its URLs."""
-    return re.sub(r"://([^:/@\s]*):[^@\s]*@", r"://\1:***@", command)
+    return {"git_sha": sha, "git_dirty": bool(run_git(folder, "status", "--porcelain", "--untracked-files=no"))}

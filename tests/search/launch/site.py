@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import optuna
 
 from docs.packages import ROOT
-from hpsearch.storage.urls import redact
+from hpsearch.redaction import redact
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 

@@ -13,7 +13,6 @@ import yaml
 
 from hpsearch import TrainConfig, Trainer, load_objective
 from hpsearch.objectives.training.loop.epoch import restore
-from hpsearch.objectives.training.reproducibility.environment import read_git_diff
 from tests.objectives.training.support import built
 
 SOURCE = """
@@ -67,18 +66,6 @@ def test_uncommitted_changes_are_stored_as_a_patch_without_passwords(repository,
 def _author():
     names = ("GIT_AUTHOR", "GIT_COMMITTER")
     return {f"{name}_NAME": "a" for name in names} | {f"{name}_EMAIL": "a@example.org" for name in names}
-
-
-def test_the_size_of_a_stored_diff_is_limited(repository):
-    folder, _ = repository
-    (folder / "mine.py").write_text("x = 1\n" * 400_000)
-    diff = read_git_diff(folder)
-    assert len(diff) < 1_000_100
-    assert "characters in total]" in diff
-
-
-def test_outside_of_git_no_commit_is_recorded(tmp_path):
-    assert read_git_diff(tmp_path) == ""
 
 
 def test_the_environment_of_a_run_is_stored(wine, tmp_path):

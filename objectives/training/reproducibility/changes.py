@@ -1,0 +1,124 @@
+"""Uncommitted changes of the objective's source files, without secrets."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib.util import resolve_name
+from pathlib import Path
+
+from hpsearch.redaction import HIDDEN, redact
+
+RECORD_CHANGES = "HPSEARCH_RECORD_CHANGES"  # 0 to record no changes
+_MAX_LENGTH = 200_000  # characters
+
+
+@lru_cache
+def read_changes(source: Path | None) -> str:
+    """Return the git diff of an objective's source file and of the files that it imports, without secrets.
+
+    Other files of the repository may contain secrets, and the diff leaves this machine.
+
+    Args:
+        source: source file of the objective; None if it has no file.
+
+    Returns:
+        The diff to the last commit; empty if there are no changes, no repository or no git, or if
+        `HPSEARCH_RECORD_CHANGES` is 0.
+    """
+    if source is None or os.environ.get(RECORD_CHANGES) == "0":
+        return ""
+    root = run_git(source.parent, "rev-parse", "--show-toplevel")
+    names = run_git(source.parent, "diff", "--no-ext-diff", "--name-only", "-z", "HEAD") if root else ""
+    changed = {Path(root, name).resolve(): name for name in names.split("\0") if name.endswith(".py")}
+    files = [changed[path] for path in _find_imported_files(source.resolve()) if path in changed] if changed else []
+    if not files:
+        return ""
+    diff = run_git(Path(root), "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *sorted(files))
+    if (length := len(diff)) > _MAX_LENGTH:
+        diff = f"{diff[:_MAX_LENGTH].rpartition(chr(10))[0]}\n[truncated: {length} characters in total]"
+    return hide_secrets(diff) + "\n" if diff else ""
+
+
+def run_git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder and return its output, which is empty if git is missing or fails."""
+    command = ("git", "--no-optional-locks", "-C", str(folder), *arguments)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def hide_secrets(diff: str) -> str:
+    """Return a diff of Python code in which the values that look like secrets are replaced."""
+    # Imported here because it loads all its detectors, which only a changed source needs.
+    from detect_secrets.core.scan import scan_file
+    from detect_secrets.settings import default_settings
+
+    lines = redact(diff).split("\n")
+    with tempfile.TemporaryDirectory(prefix="hpsearch-") as folder, default_settings() as settings:
+        settings.disable_plugins("IPPublicDetector")  # addresses are no secrets
+        file = Path(folder) / "changes.py"
+        file.write_text("\n".join(line[1:].replace("\r", " ") for line in lines), encoding="utf-8", errors="replace")
+        for secret in scan_file(str(file)):
+            if secret.secret_value:
+                number = secret.line_number - 1
+                lines[number] = lines[number].replace(secret.secret_value, HIDDEN)
+    return "\n".join(lines)
+
+
+def _find_imported_files(source: Path) -> set[Path]:
+    """Return the source file and the files of the loaded modules that it imports, directly or through other modules."""
+    names_by_file: dict[Path, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        if file := getattr(module, "__dict__", {}).get("__file__"):
+            names_by_file.setdefault(Path(file).resolve(), []).append(name)
+    file_by_name = {name: file for file, names in names_by_file.items() for name in names}
+    found, waiting = {source}, [source]
+    while waiting:
+        file = waiting.pop()
+        for name in _list_imports(file, names_by_file.get(file, [])):
+            imported = file_by_name.get(name)
+            if imported is not None and imported not in found and not _is_installed(imported):
+                found.add(imported)
+                waiting.append(imported)
+    return found
+
+
+def _is_installed(file: Path) -> bool:
+    return file.suffix != ".py" or "site-packages" in file.parts or file.is_relative_to(_STANDARD_LIBRARY)
+
+
+_STANDARD_LIBRARY = Path(os.__file__).resolve().parent
+
+
+def _list_imports(file: Path, names: list[str]) -> Iterator[str]:
+    """Return the absolute names of the modules, and possible modules, that a file imports, with their parents.
+
+    Args:
+        file: Python file.
+        names: names under which the file is loaded; relative imports refer to their packages.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    packages = {str(getattr(sys.modules.get(name), "__package__", "") or "") for name in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            bases = {resolve_name(start, package) for package in packages if package} if node.level else {start}
+            imported = [each for base in bases for each in (base, *(f"{base}.{alias.name}" for alias in node.names))]
+        else:
+            continue
+        for name in imported:
+            parts = name.split(".")
+            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
