@@ -371,6 +371,31 @@ def test_a_private_package_is_not_replaced_by_a_newer_one_of_the_public_index(cl
     assert {"inhouse-1.0", "mirrored-2.0"} <= there(clone), "versions that the private index lacks come from the other"
 
 
+def test_a_build_of_torch_without_hashes_is_named(clone: Clone, tmp_path: Path) -> None:
+    folder = tmp_path / "wheels"
+    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
+    make_wheel(folder, "torch", "2.13.0", "Summary: another build\n")
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "HPSEARCH_TORCH_BACKEND": "cu126"}
+    done = clone.run("x")
+    assert done.returncode == 0, done.stderr
+    assert "constraints-torch.txt has no hashes of torch build cu126: it is not verified" in done.stderr
+    assert there(clone) >= {"torch-2.13.0", "honest-1.0"}
+
+
+def test_requirements_are_printed_with_hashes_for_other_installers(clone: Clone, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "honest")
+    clone.require(wheel)
+    assert clone.run("requirements", "server").stdout == "honest==1.0\n"
+    assert clone.run("requirements", "none").stderr.startswith("hpsearch: error: pyproject.toml has no extra 'none'; ")
+    printed = clone.run("hashes", input="# resolved\nhonest==1.0\n").stdout
+    assert printed.split() == pin(wheel).replace("\\", "").split()
+    for line in ("evil==1.0", "honest==2.0"):
+        refused = clone.run("hashes", input=f"{line}\n")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"constraints.txt has no hash of {line}: check the index" in refused.stderr
+    assert not clone.venv.exists()
+
+
 def test_constraints_have_the_hashes_of_all_packages() -> None:
     """The repository's own files: also torch's CPU builds, which PyPI does not have."""
     for name in CONSTRAINTS:
