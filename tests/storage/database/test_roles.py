@@ -131,7 +131,7 @@ COMMANDS = ("studies", "show s", "delete s --yes", "worker --study s")
 def test_a_worker_can_harm_only_its_own_login(
     server: EmbeddedPostgres, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A login role can change itself, which Postgres cannot prevent; other logins and the bootstrap are not affected."""
+    """A login role can change itself, which Postgres cannot prevent; other logins are not affected."""
     admin = _admin(server)
     urls = create_databases(admin, **_PASSWORDS)
     migrate(urls.owner_url)
