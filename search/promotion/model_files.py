@@ -14,6 +14,7 @@ from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import mlflow_request
 from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, download_model
+from hpsearch.storage.mlflow.registry import Version
 from hpsearch.storage.records.promotions import read_model_sha256
 
 _PROGRAM = "data/model.pt2"
@@ -29,23 +30,25 @@ _PLAIN_KEYS = {"config", "env", "python_version", "pytorch_version"}
 
 
 def fetch_model(
-    engine: sa.Engine, tracking: Tracking, model_id: str, folder: Path, *, name: str, allow_code: bool
+    engine: sa.Engine, tracking: Tracking, version: Version, folder: Path, *, name: str, allow_code: bool
 ) -> Path:
-    """Download a model to a new folder in `folder`, verify its files, and return the new folder.
+    """Download the model of a version to a new folder in `folder`, verify its files, and return the new folder.
 
     Args:
         engine: engine of the database with the recorded digests.
         tracking: client of the MLflow server.
-        model_id: id of the logged model.
+        version: the version.
         folder: existing folder.
         name: name of the model in messages.
         allow_code: whether to accept files that can execute code when they are loaded.
 
     Raises:
-        SearchError: the files differ from the recorded digest, or can execute code.
+        SearchError: the version has no logged model, or its files differ from the recorded digest or can execute code.
         StorageError: MLflow is unavailable or rejects the request.
     """
-    files, _ = download_verified(engine, tracking, model_id, folder, name=name)
+    if version.model_id is None:
+        raise SearchError(f"{name}: the version has no logged model; register the model of the trial's run")
+    files, _ = download_verified(engine, tracking, version.model_id, folder, name=name)
     if not allow_code and (part := find_code(files)):
         raise SearchError(
             f"{name}: the model has {part}, which can execute code when it is loaded; add --allow-code "

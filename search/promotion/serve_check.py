@@ -109,12 +109,10 @@ def serve_check(
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    if version.model_id is None:
-        raise SearchError(f"{reference}: the version has no logged model; register the model of the trial's run")
     scored: float | None
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as name:
         folder, engine = Path(name), storage.engine
-        files = fetch_model(engine, tracking, version.model_id, folder, name=reference, allow_code=allow_code)
+        files = fetch_model(engine, tracking, version, folder, name=reference, allow_code=allow_code)
         objective = require_model_objective(study.objective(), "serve-check")
         splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
         changed = _describe_changes(study, objective, splits, version)

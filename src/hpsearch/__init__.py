@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.session import Session as Session
     from hpsearch.objectives.training.session import Verdict as Verdict
     from hpsearch.objectives.training.trainer import Trainer as Trainer
+    from hpsearch.search.api.model import load_model as load_model
     from hpsearch.search.api.study import Study as Study
     from hpsearch.search.api.study import delete_study as delete_study
     from hpsearch.search.api.study import list_studies as list_studies
@@ -69,6 +70,7 @@ _NAMES_BY_MODULE = {
     "objectives.training.result": ("FitResult",),
     "objectives.training.session": ("LocalSession", "Session", "Verdict"),
     "objectives.training.trainer": ("Trainer",),
+    "search.api.model": ("load_model",),
     "search.api.study": ("Study", "delete_study", "list_studies"),
     "search.errors": ("SearchError",),
     "storage.errors": ("StorageError",),

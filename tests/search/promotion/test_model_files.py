@@ -21,7 +21,7 @@ import yaml
 from optuna.trial import create_trial
 from torch import nn
 
-from hpsearch import load_objective
+from hpsearch import load_model, load_objective
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.exported_program import find_unsafe_part
 from hpsearch.search.promotion.model_files import find_code
@@ -86,6 +86,11 @@ def check(tracked: Tracked, *, allow_code: bool = False) -> ServeCheckResult:
     return serve_check(tracked.storage, tracked.tracking, f"{tracked.name}@champion", allow_code=allow_code)
 
 
+def load(tracked: Tracked) -> nn.Module:
+    url = tracked.storage.engine.url.render_as_string(hide_password=False)
+    return load_model(f"{tracked.name}@champion", storage_url=url, tracking_uri=tracked.tracking.uri)
+
+
 def poison(folder: Path, marker: Path) -> Path:
     """Return the files that add code to a model: the code writes a file when the model is loaded."""
     metadata = yaml.safe_load((folder / "MLmodel").read_text())
@@ -106,9 +111,19 @@ def test_code_that_another_client_adds_to_a_promoted_model_is_not_loaded(
     own_tracked.client.log_model_artifacts(own_model, str(poison(exported, marker)))
     with pytest.raises(SearchError, match=rf"^\S+@champion: the files of model {own_model} in MLflow were changed"):
         check(own_tracked)
+    with pytest.raises(SearchError, match="were changed"):
+        load(own_tracked)
     with pytest.raises(SearchError, match="were changed"):  # the option accepts code, but no changed files
         check(own_tracked, allow_code=True)
     assert not marker.exists()
+
+
+def test_a_verified_model_is_loaded(own_tracked: Tracked, own_model: str, exported: Path) -> None:
+    promote(own_tracked.stored, own_tracked.tracking)
+    assert own_tracked.version("champion").source == f"models:/{own_model}"
+    inputs = torch.randn(3, 1, 8, 8)
+    expected = torch.export.load(exported / "data" / "model.pt2").module()(inputs)
+    assert torch.equal(load(own_tracked)(inputs), expected)
 
 
 def test_a_model_that_was_changed_before_its_promotion_is_not_promoted(
