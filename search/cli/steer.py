@@ -135,7 +135,7 @@ def sync(
 
 @register(MONITOR_SECTION)
 def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
-    """Confirm that commands may import the code of a study's objective.
+    """Allow the import of a study's objective.
 
     This is necessary on a machine where you did not start the study, if its code has changed, belongs to another user,
     or comes from a backup. `run` confirms the objective that it is given.
