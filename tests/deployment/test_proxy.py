@@ -19,6 +19,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.credentials import allow_credentials
 from hpsearch.storage.mlflow.health import check_server, read_server_version
 from tests.deployment.machine import Machine
 from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
@@ -114,6 +115,7 @@ def test_services_require_the_login_and_work_behind_the_proxy(
         check_server(uri)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "hpsearch")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+    allow_credentials(uri)
     check_server(uri)
     assert read_server_version(uri)
     environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
