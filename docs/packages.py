@@ -21,6 +21,7 @@ PACKAGES = (
     # storage: the database, checkpoints and trackers
     *("storage", "storage.errors", "storage.display", "storage.files"),
     *("storage.home", "storage.urls", "storage.attributes"),
+    "storage.web",
     "storage.database",
     "storage.study_storage",
     "storage.checkpoints",

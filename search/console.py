@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpsearch.storage.display import escape_controls
+from hpsearch.storage.web.token import add_tokens
 
 _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
 
@@ -49,8 +50,16 @@ class PlainConsole(Console):
             yield segment if text == segment.text else Segment(text, segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print like rich's console, but without trailing spaces in the lines of tables."""
-        super().print(*(_UnpaddedTable(each) if isinstance(each, Table) else each for each in objects), **options)
+        """Print like rich's console, but without trailing spaces in the lines of tables.
+
+        On a terminal, links to the embedded services contain their token. Logs and files get links without it.
+        """
+        super().print(*map(self._prepare, objects), **options)
+
+    def _prepare(self, printed: Any) -> Any:
+        if isinstance(printed, Table):
+            return _UnpaddedTable(printed)
+        return add_tokens(printed) if self.is_terminal and isinstance(printed, str) else printed
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError. Rich's method exits the process, but a closed pipe must not end a search."""

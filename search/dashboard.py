@@ -18,7 +18,9 @@ from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import open_storage
 
 
-def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False) -> None:
+def serve(
+    storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False, token: str | None
+) -> None:
     """Serve the dashboard until the process ends. The tracking server may be unavailable.
 
     Args:
@@ -27,12 +29,13 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
         host: address to listen on.
         port: port to listen on.
         read_only: whether the pages reject changes by users; promotions are recorded even then.
+        token: token that requests must have; None to accept requests without a token.
 
     Raises:
         StorageError: the database is unusable, or the address is in use.
     """
     if tracking_uri is None:
-        return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
+        return serve_dashboard(storage_url, host=host, port=port, read_only=read_only, token=token)
     log_to_stderr(logging.WARNING)
     check_database(storage_url)
     allow_credentials(tracking_uri)
@@ -46,5 +49,5 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
     storage = open_storage(storage_url, application_name="hpsearch-registry-watch", pool_size=1, retry_seconds=10.0)
     with RegistryWatcher(storage, tracking):
         artifacts = MlflowArtifactStore(lambda: tracking().client)
-        serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
+        serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only, token=token)
     return None

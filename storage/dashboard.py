@@ -20,6 +20,7 @@ from hpsearch.storage.mlflow.artifacts import ATTR_PREFIX
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.urls import normalise_url
+from hpsearch.storage.web.guard import Guard, Wsgi, guard_wsgi
 
 if TYPE_CHECKING:
     from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
@@ -27,20 +28,25 @@ if TYPE_CHECKING:
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 
-_Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
 
 def serve_dashboard(
-    url: str, *, host: str, port: int, artifacts: MlflowArtifactStore | None = None, read_only: bool = False
+    url: str,
+    *,
+    host: str,
+    port: int,
+    artifacts: MlflowArtifactStore | None = None,
+    read_only: bool = False,
+    token: str | None = None,
 ) -> None:
     """Serve the dashboard of the studies at `url` until the process ends.
 
     Args:
         url: Postgres URL; the worker role is sufficient.
-        host: address to listen on. The dashboard has no authentication: every client can delete studies.
+        host: address to listen on.
         port: port to listen on.
         artifacts: store with the trials' artifacts, which the dashboard then displays; None to display no artifacts.
         read_only: whether to reject requests that may change data.
+        token: token that requests must have; None to accept requests without a token.
 
     Raises:
         StorageError: the database cannot be used, or the address cannot be bound.
@@ -48,11 +54,12 @@ def serve_dashboard(
     import waitress
 
     check_database(url)
-    app = _make_app(normalise_url(url), artifacts)
+    app = _add_security_headers(_make_app(normalise_url(url), artifacts))
     if read_only:
         app = _reject_writes(app)
+    app = guard_wsgi(app, Guard(token))
     if host in _LOOPBACK:
-        app = _reject_foreign_origins(app)
+        app = _reject_foreign_hosts(app)
     try:
         server = waitress.create_server(
             app, host=host, port=port, threads=8, ident=None,
@@ -66,7 +73,7 @@ def serve_dashboard(
     server.run()
 
 
-def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
+def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 
@@ -74,7 +81,7 @@ def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> _Wsgi:
     _app.get_pareto_front_trials = find_feasible_front
     _app.csv = SimpleNamespace(writer=_EscapingCsvWriter)
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
-    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, retry_seconds=10.0), artifact_store=artifacts)
+    app: Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, retry_seconds=10.0), artifact_store=artifacts)
     return app
 
 
@@ -89,28 +96,55 @@ class _EscapingCsvWriter:
         self._writer.writerow(map(escape_csv_cell, row))
 
 
-def _reject_writes(app: _Wsgi) -> _Wsgi:
+def _reject_writes(app: Wsgi) -> Wsgi:
     """Wrap an application so that it rejects requests with a method that may change data."""
     reason = b'{"reason": "This dashboard is read-only."}\n'  # the format of the dashboard's own errors
-    return _guard(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
+    return _reject_unless(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
 
 
-def _reject_foreign_origins(app: _Wsgi) -> _Wsgi:
-    """Wrap an application so that it rejects requests that another web site sends through the user's browser.
-
-    The Host header reveals DNS rebinding (a foreign name that resolves to 127.0.0.1). The Origin header reveals
-    cross-site requests.
-    """
-
-    def is_allowed(environ: dict[str, Any]) -> bool:
-        host = f"//{environ.get('HTTP_HOST', '')}"
-        return all(_parse_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
-
+def _reject_foreign_hosts(app: Wsgi) -> Wsgi:
+    """Wrap an application so that it rejects requests for other hosts: a foreign name may resolve to 127.0.0.1."""
     reason = b"This dashboard answers to 127.0.0.1 and localhost only.\n"
-    return _guard(app, is_allowed, "text/plain; charset=utf-8", reason)
+    return _reject_unless(
+        app,
+        lambda environ: _parse_hostname(f"//{environ.get('HTTP_HOST', '')}") in _LOOPBACK,
+        "text/plain; charset=utf-8",
+        reason,
+    )
 
 
-def _guard(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
+_ARTIFACTS = "/artifacts/"
+# The dashboard has inline styles, and plots with images from data URLs.
+_PAGE_POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
+    "frame-ancestors 'none'"
+)
+_ARTIFACT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'"
+
+
+def _add_security_headers(app: Wsgi) -> Wsgi:
+    """Wrap an application so that browsers run no script but its own; artifacts are downloads, as they may be HTML."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        is_artifact = environ.get("PATH_INFO", "").startswith(_ARTIFACTS)
+        policy = _ARTIFACT_POLICY if is_artifact else _PAGE_POLICY
+        added = [("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff")]
+        added += [("X-Frame-Options", "DENY"), ("Referrer-Policy", "same-origin")]
+        if is_artifact:
+            added.append(("Content-Disposition", "attachment"))
+
+        def start(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
+            replaced = {name.lower() for name, _ in added} | {"access-control-allow-origin"}
+            kept = [header for header in headers if header[0].lower() not in replaced]
+            return start_response(status, [*kept, *added], *error)
+
+        return app(environ, start)
+
+    return answer
+
+
+def _reject_unless(app: Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> Wsgi:
     """Wrap an application so that it answers requests that are not allowed with status 403 and the reason."""
 
     def answer_if_allowed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpsearch.storage.errors import StorageError, format_os_error
 
 HOME_VARIABLE = "HPSEARCH_HOME"
+STATE_FILE = "stack.json"  # in the home folder, written by storage.embedded
 # The folders of a home, except that of Postgres. A private folder also protects its files, whose modes depend on the
 # umask. A umask for the whole process would also change the files of the user's code, and those on shared volumes.
 FOLDERS = ("artifacts", "checkpoints", "logs", "outbox", "prepared", "reports", "runs", "wandb")
@@ -46,6 +47,7 @@ def prepare_home(value: str | None = None) -> Path:
         raise StorageError(
             f"{HOME_VARIABLE} {str(home)!r}: {name!r} cannot be a private folder ({cause}): {_REMEDY}"
         ) from None
+    _prepared.add(home)
     return home
 
 
@@ -62,11 +64,23 @@ def _ensure_private(folder: Path) -> None:
         raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}, and a home belongs to one user")
 
 
+_prepared: set[Path] = set()
+
+
+def find_known_homes() -> list[Path]:
+    """Return the default home folder and the home folders that this process has prepared.
+
+    Raises:
+        StorageError: $HPSEARCH_HOME names an unknown user.
+    """
+    return [*_prepared, *({_resolve_home(None)} - _prepared)]
+
+
 def check_writable(home: Path) -> None:
     """Check that this user may write to `home`, and owns the stack in it; raises StorageError otherwise."""
     if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user: {_REMEDY}")
-    state = home / "stack.json"
+    state = home / STATE_FILE
     if state.exists() and state.stat().st_uid != os.geteuid():
         raise StorageError(
             f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}: run as that user, or {_REMEDY}"

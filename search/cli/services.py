@@ -21,17 +21,34 @@ if TYPE_CHECKING:
 
 
 @register(SERVICES_SECTION)
-def up(home: o.Home = None) -> None:
-    """Start the embedded Postgres, MLflow and Optuna dashboard."""
+def up(
+    *,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            "--auth/--no-auth",
+            help="Whether MLflow and the dashboard need the token of the installation; later starts keep the choice  "
+            "[default: --auth]",
+        ),
+    ] = None,
+    home: o.Home = None,
+) -> None:
+    """Start the embedded Postgres, MLflow and Optuna dashboard, and print links that sign in.
+
+    The token in the links is in the file web-token of the home folder.
+    """
     from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import prepare_home
+    from hpsearch.storage.web.token import add_token
 
     with show_steps(PlainConsole(stderr=True)) as progress:
-        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, progress=progress)
-    echo(f"MLflow            {info.tracking_uri}")
-    echo(f"Optuna dashboard  {info.dashboard_url}")
+        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, needs_token=auth, progress=progress)
+    if auth is False:
+        echo(f"hpsearch: {_NO_AUTH_WARNING}", err=True)
+    echo(f"MLflow            {add_token(info.tracking_uri)}")
+    echo(f"Optuna dashboard  {add_token(info.dashboard_url)}")
     echo(f"data              {info.home}")
 
 
@@ -234,7 +251,24 @@ def _required(name: str) -> str:
     raise SearchError(f"{name} is not set; set this variable for --bootstrap")
 
 
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
+NoAuth = Annotated[
+    bool, typer.Option("--no-auth", help="Accept requests without the token in HPSEARCH_WEB_TOKEN, from everyone")
+]
+_NO_AUTH_WARNING = "warning: --no-auth: everyone who can reach this address can change and delete all data"
+
+
+def _read_web_token(*, no_auth: bool) -> str | None:
+    """Return the token that requests must have; None, with a warning, if `no_auth` is set."""
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.web.token import TOKEN_VARIABLE
+
+    if no_auth:
+        echo(f"hpsearch: {_NO_AUTH_WARNING}", err=True)
+        return None
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    raise SearchError(f"{TOKEN_VARIABLE} is not set; set it to a random text of your choice, or give --no-auth")
 
 
 _serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the dashboard in the foreground.")
@@ -256,14 +290,21 @@ def mlflow(
     allowed_hosts: Annotated[
         str | None, typer.Option("--allowed-hosts", help="Accepted Host headers as HOST:PORT, separated by commas")
     ] = None,
+    no_auth: NoAuth = False,
 ) -> None:
-    """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
+    """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI.
+
+    Clients need HPSEARCH_WEB_TOKEN of this process: programs in MLFLOW_TRACKING_TOKEN, browsers once in the link
+    http://HOST:PORT/?token=TOKEN.
+    """
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
     from hpsearch.storage.embedded.services import make_mlflow_command, require_server_packages
     from hpsearch.storage.urls import normalise_url
+    from hpsearch.storage.web.token import TOKEN_VARIABLE
 
     require_server_packages()
+    token = _read_web_token(no_auth=no_auth)
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
         raise SearchError(f"{variable} is not set; set it to the URL of MLflow's Postgres database")
@@ -272,7 +313,8 @@ def mlflow(
     _check_free(host, port)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
-    os.execve(command[0], command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
+    environment |= {variable: url, TOKEN_VARIABLE: token or ""}
+    os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 becomes the service
 
 
 def _check_free(host: str, port: int) -> None:
@@ -300,9 +342,11 @@ def dashboard(
             help="Reject requests that delete, rename or annotate studies",
         ),
     ] = False,
+    no_auth: NoAuth = False,
 ) -> None:
     """Run the Optuna dashboard with artifacts from MLflow.
 
+    Browsers need HPSEARCH_WEB_TOKEN of this process, once in the link http://HOST:PORT/?token=TOKEN.
     With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
     from hpsearch.search.dashboard import serve
@@ -312,7 +356,8 @@ def dashboard(
     require_server_packages()
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
-    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
+    token = _read_web_token(no_auth=no_auth)
+    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
 
 
 SECRET_NAMES = (
@@ -321,6 +366,7 @@ SECRET_NAMES = (
     "HPSEARCH_WORKER_PASSWORD",
     "MLFLOW_DB_PASSWORD",
     "HPSEARCH_LOGIN_PASSWORD",
+    "HPSEARCH_WEB_TOKEN",
     "HPSEARCH_S3_SECRET",
     "HPSEARCH_S3_ARTIFACTS_SECRET",
     "HPSEARCH_S3_CHECKPOINTS_SECRET",

@@ -21,10 +21,9 @@ from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.embedded.state import STATE_FILE
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import compute_sha256, link_or_copy, sync_folder
-from hpsearch.storage.home import HOME_VARIABLE, prepare_home
+from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, prepare_home
 from hpsearch.storage.urls import normalise_url
 
 OWNER_URL = "HPSEARCH_OWNER_URL"

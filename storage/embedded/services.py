@@ -18,6 +18,7 @@ from hpsearch.storage.embedded.postgres_account import find_postgres_folder, mak
 from hpsearch.storage.embedded.state import StackState
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.web.token import TOKEN_VARIABLE, load_or_create_token
 
 
 def require_server_packages() -> None:
@@ -52,7 +53,7 @@ def make_mlflow_command(
             accepts this machine and private addresses.
     """
     command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
-    command += ["--artifacts-destination", artifacts]
+    command += ["--artifacts-destination", artifacts, "--app-name", "hpsearch"]  # storage/mlflow/server.py
     # One log line per request would be gigabytes in a long search.
     command += ["--uvicorn-opts", "--no-access-log"]
     if allowed_hosts:
@@ -98,7 +99,7 @@ class EmbeddedStack:
         self.state = state
         self._dashboard = dashboard
         self._logs = home / "logs"
-        service = partial(WebService, save_state=self._save, home=home)
+        service = partial(WebService, save_state=self._save, home=home, token=self._find_token)
         self.mlflow = service(
             name="MLflow",
             health_path="/api/2.0/mlflow/experiments/search?max_results=1",  # includes a query of the database
@@ -148,6 +149,7 @@ class EmbeddedStack:
         """Return whether all services are healthy, and the tables have the revisions of this version of hpsearch."""
         return (
             self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
+            and self.mlflow.record.needs_token == self.dashboard.record.needs_token == self.state.needs_token
             and self.mlflow.find() is not None
             and self.dashboard.find() is not None
             and self.dashboard.is_healthy()
@@ -206,6 +208,9 @@ class EmbeddedStack:
         )
         return port
 
+    def _find_token(self) -> str | None:
+        return load_or_create_token(self.home) if self.state.needs_token else None
+
     def _save(self) -> None:
         self.state.save(self.home)
 
@@ -219,8 +224,11 @@ class EmbeddedStack:
         command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
-        return command, env | {"MLFLOW_BACKEND_STORE_URI": backend}
+        return command, env | {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         command = [*self._dashboard, "--host", ports.LOOPBACK, "--port", str(port)]
-        return command, {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}
+        env = {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}
+        if (token := self._find_token()) is None:
+            return [*command, "--no-auth"], env
+        return command, env | {"MLFLOW_TRACKING_TOKEN": token, TOKEN_VARIABLE: token}

@@ -6,6 +6,7 @@ serializes these commands, and `stack.json` there holds the state.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ import psutil
 from hpsearch.storage.database.roles import Databases
 from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
-from hpsearch.storage.embedded.state import STATE_FILE, ServiceRecord, StackState, load_state
+from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import HOME_VARIABLE, check_writable, prepare_home
+from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home
+from hpsearch.storage.web.token import AUTH_NAME
 
 __all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
 
@@ -49,21 +51,33 @@ class ServiceStatus:
     detail: str
 
 
-def up(home: Path, *, dashboard: Sequence[str], progress: OnProgress = lambda _: None) -> StackInfo:
+def up(
+    home: Path,
+    *,
+    dashboard: Sequence[str],
+    needs_token: bool | None = None,
+    progress: OnProgress = lambda _: None,
+) -> StackInfo:
     """Start the services in `home` that do not run, and return the addresses of all services.
 
     Args:
         home: home folder of the stack, see `hpsearch.storage.home.prepare_home`; created if it is missing.
         dashboard: command line of the dashboard, without `--host` and `--port`.
+        needs_token: whether MLflow and the dashboard accept only requests with the token of the installation; None
+            keeps the stored choice, which is True for a new stack.
         progress: callback for progress lines.
 
     Raises:
         StorageError: the folder cannot be used, or a service cannot be started.
     """
-    if running := find_running(home):
+    home = prepare_home(str(home))
+    os.environ.setdefault("MLFLOW_TRACKING_AUTH", AUTH_NAME)  # for all MLflow clients in this process
+    if needs_token is None and (running := find_running(home)):
         return running
     require_server_packages()
-    with _lock_stack(prepare_home(str(home)), progress, dashboard) as stack:
+    with _lock_stack(home, progress, dashboard) as stack:
+        if needs_token is not None:
+            stack.state.needs_token = needs_token
         if not stack.is_up():  # another command may have started the stack while this one waited for the lock
             stack.start(progress)
         return stack.info

@@ -11,8 +11,7 @@ from typing import Literal
 
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
-
-STATE_FILE = "stack.json"
+from hpsearch.storage.home import STATE_FILE
 
 
 @dataclass
@@ -24,12 +23,14 @@ class ServiceRecord:
         process: process of the service; None after a stop.
         database_port: port of Postgres when the service was started.
         tracking_port: port of the MLflow server when the service was started; None if the service does not use MLflow.
+        needs_token: whether the service was started with a token.
     """
 
     port: int | None = None
     process: ProcessIdentity | None = None
     database_port: int | None = None
     tracking_port: int | None = None
+    needs_token: bool = False
 
 
 def _make_password() -> str:
@@ -38,13 +39,17 @@ def _make_password() -> str:
 
 @dataclass
 class StackState:
-    """Stored state of a stack; `version` is the version of the file format."""
+    """Stored state of a stack.
+
+    `version` is the version of the file format; `needs_token` is False after `hpsearch up --no-auth`.
+    """
 
     version: Literal[1] = 1
     owner_password: str = field(default_factory=_make_password)
     worker_password: str = field(default_factory=_make_password)
     mlflow_password: str = field(default_factory=_make_password)
     postgres_folder: str | None = None
+    needs_token: bool = True
     postgres: ServiceRecord = field(default_factory=ServiceRecord)
     mlflow: ServiceRecord = field(default_factory=ServiceRecord)
     dashboard: ServiceRecord = field(default_factory=ServiceRecord)

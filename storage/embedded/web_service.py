@@ -37,6 +37,7 @@ class WebService:
         health_path: path of a GET request that returns 200 if the service works.
         command: function that returns the command line and additional environment variables for a port.
         record: current state of the service.
+        token: token that the service demands; None if it accepts requests without a token.
         save_state: function that writes the state file, which contains `record`.
         home: home folder, which is the working directory of the service.
         log: log file of the service.
@@ -46,6 +47,7 @@ class WebService:
     health_path: str
     command: Callable[[int], tuple[list[str], dict[str, str]]]
     record: ServiceRecord
+    token: Callable[[], str | None]
     save_state: Callable[[], None]
     home: Path
     log: Path
@@ -70,7 +72,9 @@ class WebService:
             return False
         server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
         with suppress(OSError, http.client.HTTPException), closing(server) as connection:
-            connection.request("GET", self.health_path)
+            token = self.token()
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            connection.request("GET", self.health_path, headers=headers)
             return connection.getresponse().status == http.client.OK
         return False
 
@@ -79,16 +83,19 @@ class WebService:
         return process.is_listening(self._find_processes(), self.record.port or 0)
 
     def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:
-        """Start the service, unless it runs with the same ports; `wait_until_healthy` waits until it answers.
+        """Start the service, unless it runs with the same ports and the same need for a token.
+
+        `wait_until_healthy` waits until it answers.
 
         Args:
             database_port: port of Postgres; a service that was started with another Postgres port is restarted.
             tracking_port: port of the MLflow server, likewise; None for a service that does not use MLflow.
         """
-        old, new = (self.record.database_port, self.record.tracking_port), (database_port, tracking_port)
-        if self.find() is not None and old == new:
+        record, needs_token = self.record, self.token() is not None
+        old = (record.database_port, record.tracking_port, record.needs_token)
+        if self.find() is not None and old == (database_port, tracking_port, needs_token):
             return
-        self.record.database_port, self.record.tracking_port = new
+        record.database_port, record.tracking_port, record.needs_token = database_port, tracking_port, needs_token
         self._restart()
 
     def wait_until_healthy(self) -> None:

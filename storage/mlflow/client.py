@@ -25,6 +25,7 @@ from hpsearch.storage.mlflow.credentials import check_credentials
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.web.token import AUTH_NAME
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,6 +41,7 @@ _CLIENT_SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_TRACKING_AUTH": AUTH_NAME,  # token_auth.py, which changes requests to embedded services only
 }
 
 

@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.web.token import AUTH_NAME
 
 # Variables that MLflow's client reads, each of which makes it send a secret or a signature.
 _VARIABLES = tuple(f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4"))
+_HARMLESS = (None, "", AUTH_NAME)  # this AUTH sends tokens of embedded servers, and only to them
 _FILE = "~/.mlflow/credentials"  # read by MLflow's client too
 
 _configured: set[str] = set()
@@ -43,7 +45,7 @@ def check_credentials(uri: str) -> None:
 
 def _find_credentials() -> str | None:
     """Return the variable or the file that contains the credentials; None if there are none."""
-    if (variable := next((name for name in _VARIABLES if os.environ.get(name)), None)) is not None:
+    if (variable := next((name for name in _VARIABLES if os.environ.get(name) not in _HARMLESS), None)) is not None:
         return variable
     return _FILE if Path(os.path.expanduser(_FILE)).exists() else None  # noqa: PTH111 unlike Path's, it raises nothing
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.mlflow.credentials import check_credentials
+from hpsearch.storage.web.token import find_token
 
 T = TypeVar("T")
 
@@ -48,12 +49,13 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     remedy = "start the MLflow server, or correct the address"
     try:
         with _get(uri, "/health") as reply:
-            if reply.status == 200 and reply.read(16).strip() == b"OK":
-                return
-        raise StorageError(f"{setting} {shown}: not an MLflow server; {remedy}")
+            if reply.status != 200 or reply.read(16).strip() != b"OK":
+                raise StorageError(f"{setting} {shown}: not an MLflow server; {remedy}")
+        with _get(uri, "/version"):  # needs the credentials, unlike /health
+            return
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to a user of the server"
+            remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         error_type = TrackingUnavailableError if error.code >= 500 else StorageError
         raise error_type(f"{setting} {shown}: the server answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
@@ -66,7 +68,9 @@ def _get(uri: str, path: str) -> Any:
     check_credentials(uri)
     request = urllib.request.Request(uri.rstrip("/") + path)  # noqa: S310 the scheme is checked
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
-    if user or password:
+    if (token := find_token(uri)) is not None:  # an embedded server
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    elif user or password:
         login = base64.b64encode(f"{user}:{password}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {login}")
     elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):

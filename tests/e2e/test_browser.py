@@ -8,6 +8,7 @@ import pytest
 from optuna.trial import TrialState
 from playwright.sync_api import Page, expect
 
+from hpsearch.storage.web.token import add_token
 from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli, Search
 
@@ -15,7 +16,7 @@ pytestmark = MARKS
 
 
 def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Search) -> None:
-    page.goto(address(search.output, "Optuna dashboard"))
+    page.goto(add_token(address(search.output, "Optuna dashboard")))
     expect(page.get_by_text(search.name).first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text("Best Trial").first).to_be_visible(timeout=PATIENCE)
     best = search.study.best_trial
@@ -26,7 +27,7 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
 
 @pytest.mark.soak  # needs MLflow's pages; test_search.py checks that the links exist and work
 def test_the_note_in_the_dashboard_links_to_the_study_in_mlflow(page: Page, search: Search) -> None:
-    page.goto(address(search.output, "Optuna dashboard") + "/note")
+    page.goto(add_token(address(search.output, "Optuna dashboard") + "/note"))
     page.get_by_role("link", name="The study in MLflow").click()
     page.wait_for_url(f"**/runs/{search.parent}*")
     assert f"/runs/{search.parent}" in address(search.output, "MLflow, study"), "the summary leads there too"
@@ -41,7 +42,7 @@ def test_the_note_in_the_dashboard_links_to_the_study_in_mlflow(page: Page, sear
 @pytest.mark.soak  # needs MLflow's pages; test_search.py registers and loads the model
 def test_the_page_of_the_best_run_links_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
     best = search.study.best_trial
-    page.goto(address(search.output, "MLflow, best trial"))
+    page.goto(add_token(address(search.output, "MLflow, best trial")))
     # The table of logged models. The same name next to each metric only opens a note.
     page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{best.number}").first.click()
     expect(page.get_by_role("button", name="Register model").first).to_be_visible(timeout=PATIENCE)
@@ -89,7 +90,7 @@ def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli
     """As a user does it: the study's run, its child runs by metric, the best run, "Register model", the alias."""
     model = "promoted-by-hand"
     page.set_viewport_size({"width": 1500, "height": 1000})
-    page.goto(address(search.output, "MLflow, study"))
+    page.goto(add_token(address(search.output, "MLflow, study")))
     page.get_by_role("link", name="Runs", exact=True).first.click()
     expect(page.locator("[row-index='0'] a[href*='/runs/']")).to_be_visible(timeout=PATIENCE)
     filtering = page.get_by_placeholder("metrics.rmse < 1")
@@ -118,7 +119,7 @@ def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli
     asked.get_by_role("button", name="Register").click()
     expect(page.get_by_text("Model registered successfully")).to_be_visible(timeout=PATIENCE)
 
-    page.goto(f"{cli.stack.tracking_uri}/#/models/{model}/versions/1")
+    page.goto(add_token(f"{cli.stack.tracking_uri}/#/models/{model}/versions/1"))
     page.get_by_role("button", name="Add", exact=True).first.click()
     naming = page.get_by_role("dialog").get_by_role("combobox")
     naming.fill("champion")
@@ -131,13 +132,13 @@ def test_a_promotion_in_the_mlflow_ui_is_shown_in_the_study(page: Page, cli: Cli
     page.reload()
     expect(page.get_by_text("Unconfirmed").first).to_be_visible(timeout=PATIENCE)
     keep(page, "mlflow-version")
-    page.goto(address(search.output, "Optuna dashboard") + "/note")
+    page.goto(add_token(address(search.output, "Optuna dashboard") + "/note"))
     expect(page.get_by_text(f"{model}@champion").first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard-note")
 
 
 @pytest.mark.soak  # test_promotion.py checks that the dashboard serves the files
 def test_the_dashboard_shows_the_artifacts_of_a_trial(page: Page, search: Search) -> None:
-    page.goto(address(search.output, "Optuna dashboard") + "/trials?numbers=0")
+    page.goto(add_token(address(search.output, "Optuna dashboard") + "/trials?numbers=0"))
     expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard-artifacts")

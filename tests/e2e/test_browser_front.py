@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from playwright.sync_api import Page, expect
 
 from hpsearch.search.study.ranking import find_pareto_front
+from hpsearch.storage.web.token import add_token
 from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli
 
@@ -61,7 +62,7 @@ def broken(front: Front) -> list[int]:
 
 def test_the_dashboard_plots_the_pareto_front(page: Page, two: Front) -> None:
     page.set_viewport_size({"width": 1300, "height": 1000})
-    page.goto(address(two.output, "Optuna dashboard"))
+    page.goto(add_token(address(two.output, "Optuna dashboard")))
     expect(page.get_by_text("Pareto Front").first).to_be_visible(timeout=PATIENCE)
     points = page.locator("#graph-pareto-front path.point")
     expect(points).to_have_count(TRIALS, timeout=PATIENCE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from pathlib import Path
 
 import mlflow
@@ -16,6 +15,7 @@ from hpsearch.search.promotion.serve_check import serve_check
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.e2e.support import Cli, Search
+from tests.web import open_url
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
@@ -79,12 +79,12 @@ def test_a_pruned_trial_is_not_promoted(cli: Cli, search: Search) -> None:
 def test_the_dashboard_shows_the_curves_of_a_trial(cli: Cli, search: Search) -> None:
     trial = search.study.trials[0]
     pages = f"{cli.stack.dashboard_url}"
-    with urllib.request.urlopen(f"{pages}/api/studies/{search.study._study_id}", timeout=300) as reply:
+    with open_url(f"{pages}/api/studies/{search.study._study_id}") as reply:
         listed = {meta["filename"]: meta for meta in json.load(reply)["trials"][0]["artifacts"]}
     assert {"curves.png", "report.md", "config.yaml", "metrics.jsonl"} <= set(listed)
     meta = listed["curves.png"]
     address = f"{pages}/artifacts/{search.study._study_id}/{trial._trial_id}/{meta['artifact_id']}"
-    with urllib.request.urlopen(address, timeout=300) as reply:
+    with open_url(address) as reply:
         assert reply.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
@@ -143,6 +143,7 @@ WINE = """
 from sklearn.datasets import load_wine
 from torch import nn
 
+from tests.web import open_url
 from hpsearch import Objective, Splits, Standardize, TrainConfig
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 
 import mlflow
 import numpy as np
@@ -14,6 +13,7 @@ from hpsearch import load_objective
 from hpsearch.search.study.ranking import rank_trials
 from hpsearch.storage.embedded.stack import StackInfo
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
+from tests.web import open_url
 
 # One pytest process runs all tests of this search.
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
@@ -130,7 +130,7 @@ def test_the_summary_names_the_best_trial_and_its_links_work(search: Search) -> 
     urls = re.findall(r"http://\S+", search.output)
     assert len(urls) == 3
     for url in urls:
-        with urllib.request.urlopen(url, timeout=300) as reply:
+        with open_url(url) as reply:
             assert reply.status == 200
 
 

@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
-from urllib.request import urlopen
 
 import sqlalchemy as sa
 
 from hpsearch.storage.checkpoints.store import get_checkpoint_path
 from tests.faults.scripted import EPOCHS
+from tests.web import open_url
 
 OUTCOMES = {
     "COMPLETE": {"complete"},
@@ -185,7 +185,7 @@ def points_of(tracking_uri: str, runs: list[Any]) -> dict[str, dict[str, list[tu
     points: dict[str, dict[str, list[tuple[int, float]]]] = {run.info.run_id: {} for run in runs}
     for key in sorted({key for run in runs for key in run.data.metrics}):
         query = urlencode({"run_id": list(points), "metric_key": key, "max_results": 25000}, doseq=True)
-        with urlopen(f"{tracking_uri}/ajax-api/2.0/mlflow/metrics/get-history-bulk?{query}", timeout=300) as reply:
+        with open_url(f"{tracking_uri}/ajax-api/2.0/mlflow/metrics/get-history-bulk?{query}") as reply:
             for point in json.load(reply)["metrics"]:
                 points[point["run_id"]].setdefault(key, []).append((int(point["step"]), float(point["value"])))
     return points

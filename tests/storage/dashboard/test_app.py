@@ -20,12 +20,14 @@ from hpsearch.storage.embedded import state
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.web.token import find_token
 
 
 def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **headers: str) -> int:
     connection = http.client.HTTPConnection(stack.dashboard_url.removeprefix("http://"), timeout=300)
     try:
-        connection.request(method, path, headers=headers)
+        token = {"Authorization": f"Bearer {find_token(stack.dashboard_url)}"}
+        connection.request(method, path, headers=token | headers)
         return connection.getresponse().status
     finally:
         connection.close()
@@ -64,7 +66,7 @@ def read_only(database_url: str) -> Iterator[str]:
     """Serve a read-only dashboard as its command does, and return its address."""
     port = state.choose_port(None)
     arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
-    environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}
+    environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url, "HPSEARCH_WEB_TOKEN": "secret"}
     with subprocess.Popen(arguments, env=environment, cwd=Path(dashboard.__file__).parents[2]) as process:
         while not answers(port):
             assert process.poll() is None, "the dashboard ended"
@@ -88,7 +90,8 @@ def test_a_read_only_dashboard_shows_studies_and_rejects_changes(read_only: str,
 
     def ask(method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(read_only, timeout=300)
-        connection.request(method, path, body=b"{}", headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+        connection.request(method, path, body=b"{}", headers=headers)
         response = connection.getresponse()
         return response.status, response.read()
 

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from hpsearch.storage.embedded.state import StackState, load_state
 from hpsearch.storage.errors import StorageError
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
+from tests.web import open_url
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
@@ -36,6 +36,7 @@ _UP = """
 import sys, time
 from pathlib import Path
 from hpsearch.search.services import DASHBOARD_COMMAND
+from tests.web import open_url
 from hpsearch.storage.embedded.stack import up
 info = up(Path(sys.argv[1]), dashboard=DASHBOARD_COMMAND, progress=lambda line: print(line, flush=True))
 print(info.tracking_uri, flush=True)
@@ -81,7 +82,7 @@ def _processes(home: Path) -> list[psutil.Process]:
 
 
 def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=300) as response:
+    with open_url(url) as response:
         body: bytes = response.read()
         return body
 

@@ -48,6 +48,7 @@ class Small:
             health_path="/",
             command=lambda port: ([sys.executable, "-S", "-c", _PROGRAM, str(port), *self.refusing], {}),
             record=record or self.state.mlflow,
+            token=lambda: None,
             save_state=lambda: self.state.save(self.home),
             home=self.home,
             log=self.home / "small.log",

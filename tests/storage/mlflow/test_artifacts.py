@@ -24,6 +24,7 @@ from hpsearch.storage.mlflow.artifacts import (
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
+from tests.web import open_url
 
 RUN = "0123456789abcdef" * 2
 
@@ -52,22 +53,22 @@ def test_the_dashboard_lists_the_artifacts_of_the_run(stack: StackInfo, tracking
     assert [meta.filename for meta in get_all_artifact_meta(trial, storage=storage)] == ["curves.png", "report.md"]
 
     here = f"{stack.dashboard_url}/artifacts/{study._study_id}/{trial._trial_id}"
-    with urllib.request.urlopen(f"{stack.dashboard_url}/api/studies/{study._study_id}", timeout=300) as reply:
+    with open_url(f"{stack.dashboard_url}/api/studies/{study._study_id}") as reply:
         listed = json.load(reply)["trials"][0]["artifacts"]
     shown = {}
     for meta in listed:
-        with urllib.request.urlopen(f"{here}/{meta['artifact_id']}", timeout=300) as reply:
+        with open_url(f"{here}/{meta['artifact_id']}") as reply:
             shown[meta["filename"]] = (reply.headers["Content-Type"], reply.read())
     assert shown == {
         "curves.png": ("image/png", b"\x89PNG"),
         "report.md": ("text/plain; charset=utf-8", b"# report"),
     }
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{here}/{make_artifact_id(run_id, 'train.log')}", timeout=300)
+        open_url(f"{here}/{make_artifact_id(run_id, 'train.log')}")
     assert refused.value.code == 404, "only what the trial lists is given out"
 
     request = urllib.request.Request(f"{stack.dashboard_url}/api/studies/{study._study_id}", method="DELETE")
-    with urllib.request.urlopen(request, timeout=300) as reply:
+    with open_url(request) as reply:
         assert reply.status == 204, "artifacts that cannot be removed do not keep a study from being deleted"
     assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
 
@@ -79,7 +80,7 @@ def test_files_that_arrive_after_the_end_of_the_trial_are_listed(stack: StackInf
     page = f"{stack.dashboard_url}/api/studies/{study._study_id}"
 
     def listed() -> list[str]:
-        with urllib.request.urlopen(page, timeout=300) as reply:
+        with open_url(page) as reply:
             return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
 
     assert listed() == []

@@ -1,0 +1,192 @@
+"""The rule by which the web services accept requests: a token, as in Jupyter, and no requests of other web sites.
+
+A program sends the token as ``Authorization: Bearer TOKEN``. A browser opens a link with ``?token=TOKEN`` once, and
+receives a cookie. All servers on 127.0.0.1 share cookies, whatever their ports are. Requests with a cookie are
+therefore accepted only from the service's own pages and for links, by the header Sec-Fetch-Site of the browser.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
+
+_COOKIE_SECONDS = 30 * 24 * 3600
+_BEARER = "bearer "
+
+# The browser omits a SameSite=Strict cookie when the user opens a link in another site's page or in a local file, such
+# as a report. The script repeats the request from this page, which includes the cookie.
+_SIGN_IN_PAGE = b"""<!doctype html><meta charset="utf-8"><title>hpsearch: sign in</title>
+<body style="font: 16px/1.5 sans-serif; margin: 4em auto; max-width: 36em">
+<h1>Sign in</h1>
+<p>This service needs the access token of its installation. Run <code>hpsearch up</code> in a terminal
+and open the printed link, or paste the token here.</p>
+<form><input name="token" type="password" aria-label="Access token" autofocus> <button>Sign in</button></form>
+<script>
+const query = new URLSearchParams(location.search);
+if (!query.has("token")) { query.set("token", ""); location.replace("?" + query + location.hash); }
+</script>
+"""
+_SIGN_IN_TEXT = (
+    b"This service needs a token: send the header Authorization: Bearer TOKEN, or open a link of hpsearch up.\n"
+)
+_FOREIGN_TEXT = b"This service rejects requests of other web sites.\n"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Parts of an HTTP request that decide on access; the names of headers are in lower case."""
+
+    method: str
+    scheme: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Reply to a request that does not reach the application."""
+
+    status: HTTPStatus
+    body: bytes = b""
+    headers: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Decision on each request of a web service.
+
+    Args:
+        token: the token of the service; None accepts all requests that are not from other web sites.
+        allowed_origins: origins of pages besides the service's own, such as the public address of a proxy.
+        public_paths: paths that need no token, for health checks.
+    """
+
+    token: str | None
+    allowed_origins: Sequence[str] = ()
+    public_paths: Sequence[str] = ()
+
+    def check(self, request: Request) -> Reply | None:
+        """Return the reply to a request that is not accepted; None if the application may answer."""
+        if self._is_foreign(request):
+            return _reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
+        if self.token is None or request.path in self.public_paths:
+            return None
+        authorization = request.headers.get("authorization", "")
+        if authorization.lower().startswith(_BEARER):
+            is_valid = _equals(authorization[len(_BEARER) :].strip(), self.token)
+            return None if is_valid else _reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_TEXT)
+        has_cookie = _equals(self._read_cookie(request), derive(self.token, "cookie"))
+        pairs = parse_qsl(request.query, keep_blank_values=True)
+        given = [value for name, value in pairs if name == TOKEN_PARAMETER]
+        if given and request.method == "GET" and (has_cookie or _equals(given[0], self.token)):
+            return self._redirect(request, [pair for pair in pairs if pair[0] != TOKEN_PARAMETER])
+        if not has_cookie:
+            is_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+            return _reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_PAGE if is_page else _SIGN_IN_TEXT)
+        return None if _is_own_page_or_link(request) else _reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
+
+    def _is_foreign(self, request: Request) -> bool:
+        origin = request.headers.get("origin")
+        if origin is None or origin in self.allowed_origins:
+            return False
+        return urlsplit(origin).netloc != request.headers.get("host", "")
+
+    def _cookie_name(self) -> str:
+        return f"hpsearch-{derive(self.token or '', 'cookie name')[:8]}"
+
+    def _read_cookie(self, request: Request) -> str:
+        try:
+            cookies: SimpleCookie = SimpleCookie(request.headers.get("cookie", ""))
+        except CookieError:
+            return ""
+        found = cookies.get(self._cookie_name())
+        return found.value if found else ""
+
+    def _redirect(self, request: Request, pairs: list[tuple[str, str]]) -> Reply:
+        # A path with two leading slashes would be the address of another server.
+        target = "/" + request.path.lstrip("/\\") + (f"?{urlencode(pairs)}" if pairs else "")
+        secure = "; Secure" if request.scheme == "https" else ""
+        cookie = f"{self._cookie_name()}={derive(self.token or '', 'cookie')}; Path=/; Max-Age={_COOKIE_SECONDS}"
+        headers = [("Location", target), ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict{secure}")]
+        return _reply(HTTPStatus.SEE_OTHER, headers=headers)
+
+
+def _is_own_page_or_link(request: Request) -> bool:
+    """Return whether a page of the service made the request, or the user followed a link to one of its pages."""
+    site, mode, destination = (request.headers.get(f"sec-fetch-{name}") for name in ("site", "mode", "dest"))
+    is_link = request.method == "GET" and mode == "navigate" and destination == "document"
+    return is_link or site in {"same-origin", "none", None}
+
+
+def _equals(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())
+
+
+def _reply(status: HTTPStatus, body: bytes = b"", headers: Sequence[tuple[str, str]] = ()) -> Reply:
+    kind = "text/html" if body.startswith(b"<!doctype") else "text/plain"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'self'"
+    added = [
+        ("Content-Type", f"{kind}; charset=utf-8"),
+        ("Content-Length", str(len(body))),
+        ("Cache-Control", "no-store"),
+        ("Referrer-Policy", "no-referrer"),
+        ("Content-Security-Policy", f"{policy}; frame-ancestors 'none'"),
+    ]
+    if status == HTTPStatus.UNAUTHORIZED:
+        added.append(("WWW-Authenticate", "Bearer"))
+    return Reply(status, body, [*added, *headers])
+
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+_Receive = Callable[[], Awaitable[dict[str, Any]]]
+_Send = Callable[[dict[str, Any]], Awaitable[None]]
+Asgi = Callable[[dict[str, Any], _Receive, _Send], Awaitable[None]]
+
+
+def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
+    """Wrap a WSGI application with a guard."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        headers = {n[5:].replace("_", "-").lower(): v for n, v in environ.items() if n.startswith("HTTP_")}
+        request = Request(
+            environ["REQUEST_METHOD"],
+            environ["wsgi.url_scheme"],
+            environ.get("PATH_INFO", ""),
+            environ.get("QUERY_STRING", ""),
+            headers,
+        )
+        if (reply := guard.check(request)) is None:
+            return app(environ, start_response)
+        start_response(f"{reply.status.value} {reply.status.phrase}", list(reply.headers))
+        return [reply.body]
+
+    return answer
+
+
+def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
+    """Wrap an ASGI application with a guard; WebSocket connections, which the services do not use, are rejected."""
+
+    async def answer(scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "lifespan":
+            return await app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        query = scope["query_string"].decode("latin-1")
+        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers))
+        if reply is None:
+            return await app(scope, receive, send)
+        encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers]
+        await send({"type": "http.response.start", "status": reply.status.value, "headers": encoded})
+        await send({"type": "http.response.body", "body": reply.body})
+        return None
+
+    return answer

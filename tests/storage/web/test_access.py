@@ -1,0 +1,255 @@
+"""Attacks on the web services of a running stack, and the ways in which their user reaches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener, urlopen
+
+import mlflow
+import optuna
+import pytest
+
+from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.web.token import add_token, find_token, read_token
+from tests.second_user import UID, act_as_second_user, needs_root
+from tests.web import open_url
+
+# Each is (service, method, path, body): what a program without the token may try.
+_ATTACKS = [
+    ("mlflow", "POST", "/api/2.0/mlflow/experiments/create", {"name": "theirs"}),
+    ("mlflow", "POST", "/ajax-api/2.0/mlflow/runs/delete", {"run_id": "0"}),
+    ("mlflow", "PUT", "/api/2.0/mlflow-artifacts/artifacts/0/evil/MLmodel", {"flavors": {}}),
+    ("mlflow", "DELETE", "/api/2.0/mlflow-artifacts/artifacts/0/evil", None),
+    ("mlflow", "GET", "/api/2.0/mlflow/experiments/search?max_results=1", None),
+    ("mlflow", "GET", "/get-artifact?path=a&run_uuid=0", None),
+    ("mlflow", "GET", "/version", None),
+    ("mlflow", "POST", "/graphql", {"query": "{ __typename }"}),
+    ("dashboard", "GET", "/api/studies", None),
+    ("dashboard", "POST", "/api/studies", {"study_name": "theirs", "directions": ["minimize"]}),
+    ("dashboard", "DELETE", "/api/studies/1", None),
+    ("dashboard", "GET", "/dashboard", None),
+]
+
+
+def _request(
+    stack: StackInfo, service: str, method: str, path: str, body: object = None, **headers: str
+) -> tuple[int, dict[str, str]]:
+    url = {"mlflow": stack.tracking_uri, "dashboard": stack.dashboard_url}[service] + path
+    data = None if body is None else json.dumps(body).encode()
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = Request(url, data=data, method=method, headers={"Content-Type": "application/json", **headers})
+    opener = build_opener(_NoRedirect)
+    try:
+        with opener.open(request, timeout=300) as reply:
+            return reply.status, _lower(reply.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, _lower(error.headers)
+
+
+def _lower(headers: Message) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def token(stack: StackInfo) -> str:
+    found = read_token(stack.home)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(("service", "method", "path", "body"), _ATTACKS)
+@pytest.mark.parametrize("authorization", ["", "Bearer ", "Bearer wrong", "Basic aHBzZWFyY2g6"])
+def test_a_request_without_the_token_is_rejected(
+    stack: StackInfo, service: str, method: str, path: str, body: object, authorization: str
+) -> None:
+    status, _ = _request(stack, service, method, path, body, Authorization=authorization)
+    assert status == 401
+
+
+def test_paths_in_other_spellings_are_rejected_too(stack: StackInfo) -> None:
+    for service in ("mlflow", "dashboard"):
+        for path in (
+            "//api/studies",
+            "/health/../version",
+            "/health/x",
+            "/HEALTH",
+            "/%68ealth/",
+            "/?token=",
+            "/?token=x",
+        ):
+            assert _request(stack, service, "GET", path)[0] in {401, 400}, path
+
+
+def test_mlflow_reports_its_health_to_everyone(stack: StackInfo) -> None:
+    assert _request(stack, "mlflow", "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("service", ["mlflow", "dashboard"])
+def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, service: str) -> None:
+    status, headers = _request(stack, service, "GET", f"/?token={token}&a=1%202")
+    assert (status, headers["location"]) == (303, "/?a=1+2")
+    cookie, *attributes = headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=Strict"} <= set(attributes)
+    assert token not in cookie
+    assert _request(stack, service, "GET", "/", Cookie=cookie)[0] in {200, 302}
+    assert _request(stack, service, "GET", "/", Cookie=cookie[:-1])[0] == 401
+
+
+@pytest.mark.parametrize("service", ["mlflow", "dashboard"])
+@pytest.mark.parametrize("origin", ["http://localhost:9999", "https://evil.example", "null", "http://127.0.0.1"])
+def test_a_page_of_another_origin_is_rejected_and_gets_no_cors_header(
+    stack: StackInfo, token: str, service: str, origin: str
+) -> None:
+    _, headers = _request(stack, service, "GET", f"/?token={token}")
+    cookie = headers["set-cookie"].split("; ")[0]
+    path = {"mlflow": "/ajax-api/2.0/mlflow/experiments/search?max_results=1", "dashboard": "/api/studies"}[service]
+    for method in ("GET", "POST", "OPTIONS"):
+        body = {} if method == "POST" else None
+        status, answered = _request(stack, service, method, path, body, Origin=origin, Cookie=cookie)
+        assert status == 403
+        assert not [name for name in answered if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize("service", ["mlflow", "dashboard"])
+def test_other_ports_of_this_machine_may_link_here_but_not_read(stack: StackInfo, token: str, service: str) -> None:
+    """All ports of 127.0.0.1 are one site, so the browser sends the cookie with requests of their pages."""
+    _, headers = _request(stack, service, "GET", f"/?token={token}")
+    cookie = headers["set-cookie"].split("; ")[0]
+
+    def browse(mode: str, destination: str, method: str = "GET") -> int:
+        fetch = {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": mode, "Sec_Fetch_Dest": destination}
+        return _request(stack, service, method, "/", None, Cookie=cookie, **fetch)[0]
+
+    assert browse("navigate", "document") in {200, 302}
+    assert browse("navigate", "iframe") == 403
+    assert browse("no-cors", "script") == 403
+    assert browse("navigate", "document", "POST") == 403
+
+
+def test_pages_of_the_dashboard_run_no_foreign_script_and_cannot_be_framed(stack: StackInfo, token: str) -> None:
+    _, headers = _request(stack, "dashboard", "GET", "/dashboard", Authorization=f"Bearer {token}")
+    policy = headers["content-security-policy"]
+    assert "script-src 'self';" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+
+
+@needs_root
+def test_another_user_of_this_machine_finds_the_port_and_is_rejected(stack: StackInfo) -> None:
+    def attack() -> list[object]:
+        found: list[object] = []
+        for name in ("web-token", "stack.json"):
+            try:
+                (stack.home / name).read_text()
+                found.append("read")
+            except PermissionError:
+                found.append("denied")
+        sockets = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        ports = {int(line.split()[1].split(":")[1], 16) for line in sockets}
+        evil = _request(stack, "mlflow", "PUT", "/api/2.0/mlflow-artifacts/artifacts/0/evil/MLmodel", "evil")
+        return [*found, urlsplit(stack.tracking_uri).port in ports, evil[0]]
+
+    assert act_as_second_user(attack) == ["denied", "denied", True, 401]
+    assert not (stack.home / "artifacts" / "0" / "evil").exists()
+
+
+@pytest.fixture
+def foreign_port() -> Iterator[int]:
+    """Return a port on which a process of another user listens."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setuid(UID)
+        server = socket.create_server(("127.0.0.1", 0))
+        os.write(writer, f"{server.getsockname()[1]}\n".encode())
+        signal.pause()
+    with os.fdopen(reader) as answer:
+        yield int(answer.readline())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@needs_root
+def test_the_token_is_not_sent_to_another_users_server_on_the_port_of_a_stopped_service(
+    tmp_path: Path, foreign_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
+    (tmp_path / "web-token").write_text("secret")
+    (tmp_path / "stack.json").write_text(json.dumps({"mlflow": {"port": foreign_port}, "dashboard": {"port": 1}}))
+    assert find_token(f"http://127.0.0.1:{foreign_port}/api") is None
+
+
+def test_the_token_is_added_only_for_the_addresses_of_the_stack(stack: StackInfo, token: str) -> None:
+    assert add_token(f"{stack.tracking_uri}/#/models/a") == f"{stack.tracking_uri}/?token={token}#/models/a"
+    port = urlsplit(stack.tracking_uri).port
+    for other in (
+        f"http://127.0.0.1:{port}0/",
+        f"http://mlflow:{port}/",
+        f"https://127.0.0.1:{port}/",
+        "http://127.0.0.1:x/",
+    ):
+        assert add_token(other) == other
+
+
+def test_mlflow_works_without_settings_in_a_program_that_knows_only_the_address(stack: StackInfo) -> None:
+    program = "import mlflow, sys; mlflow.set_tracking_uri(sys.argv[1]); print(len(mlflow.search_experiments()))"
+    environment = {**os.environ, "HPSEARCH_HOME": str(stack.home)}
+    run = [sys.executable, "-W", "ignore", "-c", program, stack.tracking_uri]
+    assert int(subprocess.check_output(run, env=environment, text=True)) >= 1
+
+
+def test_mlflow_works_with_the_token_in_its_own_variable(stack: StackInfo, token: str, tmp_path: Path) -> None:
+    program = "import mlflow; print(len(mlflow.search_experiments()))"
+    variables = {"MLFLOW_TRACKING_URI": stack.tracking_uri, "MLFLOW_TRACKING_TOKEN": token}
+    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path), **variables}
+    run = [sys.executable, "-W", "ignore", "-c", program]
+    assert int(subprocess.check_output(run, env=environment, text=True)) >= 1
+
+
+def test_credentials_for_another_server_do_not_lock_the_user_out(
+    stack: StackInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "someone")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "elsewhere")
+    assert mlflow.MlflowClient(stack.tracking_uri).search_experiments()
+    with open_url(f"{stack.dashboard_url}/api/meta") as reply:
+        assert reply.status == 200
+
+
+def test_no_auth_needs_no_token_until_auth_is_chosen_again(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpsearch.search.services import DASHBOARD_COMMAND
+
+    stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=False)
+    for url in (f"{stack.tracking_uri}/version", f"{stack.dashboard_url}/api/meta"):
+        with urlopen(url, timeout=300) as reply:
+            assert reply.status == 200
+    assert embedded.find_running(own_home) == stack, "the choice stays"
+    assert _request(stack, "mlflow", "GET", "/version", Origin="http://localhost:9999")[0] == 403
+
+    stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=True)
+    assert _request(stack, "mlflow", "GET", "/version")[0] == 401
+    assert _request(stack, "dashboard", "GET", "/api/meta")[0] == 401
+
+
+def test_the_token_is_in_no_command_line_log_or_study(stack: StackInfo, token: str) -> None:
+    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in command_lines if token.encode() in line]
+    assert not [log for log in (stack.home / "logs").rglob("*.log") if token in log.read_text(errors="replace")]
+    for summary in optuna.get_all_study_summaries(stack.storage_url):
+        assert token not in json.dumps({**summary.user_attrs, **summary.system_attrs}, default=str)
