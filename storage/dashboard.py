@@ -57,7 +57,7 @@ def serve_dashboard(
     app = _add_security_headers(_make_app(normalise_url(url), artifacts))
     if read_only:
         app = _reject_writes(app)
-    app = guard_wsgi(app, Guard(token))
+    app = guard_wsgi(app, Guard(token, answers_health=True))
     if host in _LOOPBACK:
         app = _reject_foreign_hosts(app)
     try:

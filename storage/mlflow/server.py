@@ -24,4 +24,4 @@ def create_app() -> Asgi:
     from mlflow.server.fastapi_app import app  # here, as the parent process of the server imports this module too
 
     origins = [origin.strip() for origin in os.environ.get(_ORIGINS, "").split(",") if origin.strip()]
-    return guard_asgi(app, Guard(token or None, origins, public_paths=("/health",)))
+    return guard_asgi(app, Guard(token or None, origins))

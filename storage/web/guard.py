@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
 
 _COOKIE_SECONDS = 30 * 24 * 3600
+_HEALTH_PATH = "/health"
 _BEARER = "bearer "
 
 # The browser omits a SameSite=Strict cookie when the user opens a link in another site's page or in a local file, such
@@ -66,18 +67,20 @@ class Guard:
     Args:
         token: the token of the service; None accepts all requests that are not from other web sites.
         allowed_origins: origins of pages besides the service's own, such as the public address of a proxy.
-        public_paths: paths that need no token, for health checks.
+        answers_health: whether the guard itself answers requests for /health, for applications without such a page.
     """
 
     token: str | None
     allowed_origins: Sequence[str] = ()
-    public_paths: Sequence[str] = ()
+    answers_health: bool = False
 
     def check(self, request: Request) -> Reply | None:
         """Return the reply to a request that is not accepted; None if the application may answer."""
         if self._is_foreign(request):
             return _reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
-        if self.token is None or request.path in self.public_paths:
+        if request.path == _HEALTH_PATH:  # needs no token
+            return _reply(HTTPStatus.OK, b"OK\n") if self.answers_health else None
+        if self.token is None:
             return None
         authorization = request.headers.get("authorization", "")
         if authorization.lower().startswith(_BEARER):

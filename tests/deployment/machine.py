@@ -23,6 +23,8 @@ from tests.faults.harness import Command, Zygote
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(sys.executable).parent
 PASSWORDS = ("POSTGRES_PASSWORD", "HPSEARCH_OWNER_PASSWORD", "HPSEARCH_WORKER_PASSWORD", "MLFLOW_DB_PASSWORD")
+WEB_TOKEN = "HPSEARCH_WEB_TOKEN"
+REQUIRED = (*PASSWORDS, WEB_TOKEN)  # without a profile
 OURS = ("migrate", "mlflow", "dashboard", "study", "worker")
 BOUNCER = "@pgbouncer:5432"
 

@@ -11,12 +11,23 @@ from typing import Any
 import psycopg2
 import pytest
 
-from tests.deployment.machine import OURS, PASSWORDS, ROOT, Machine, compose, granted, require_hardened, tool
+from tests.deployment.machine import (
+    OURS,
+    PASSWORDS,
+    REQUIRED,
+    ROOT,
+    WEB_TOKEN,
+    Machine,
+    compose,
+    granted,
+    require_hardened,
+    tool,
+)
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return compose(**dict.fromkeys(PASSWORDS, "x"))["services"]  # type: ignore[no-any-return]  # of JSON
+    return compose(**dict.fromkeys(REQUIRED, "x"))["services"]  # type: ignore[no-any-return]  # of JSON
 
 
 def test_the_files_are_valid() -> None:
@@ -26,9 +37,9 @@ def test_the_files_are_valid() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("missing", PASSWORDS)
+@pytest.mark.parametrize("missing", REQUIRED)
 def test_a_missing_password_is_an_error_with_a_remedy(missing: str) -> None:
-    rest = {name: "x" for name in PASSWORDS if name != missing}
+    rest = {name: "x" for name in REQUIRED if name != missing}
     done = tool("docker-compose", "--env-file", os.devnull, "config", **rest)
     assert done.stdout == ""
     assert f"required variable {missing} is missing a value: run ./hpsearch secrets > .env" in done.stderr
@@ -75,7 +86,7 @@ def test_services_have_restart_policies_limits_and_health_checks(services: dict[
 
 def test_each_service_receives_only_its_own_passwords() -> None:
     """Each service has the secret files that it needs, and passwords are nowhere else."""
-    given = {name: f"{name}-value" for name in (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD")}
+    given = {name: f"{name}-value" for name in (*REQUIRED, "HPSEARCH_LOGIN_PASSWORD")}
     model = compose(**given)
     assert not [name for name, value in given.items() if value in json.dumps(model)]
     assert {name: secret["environment"] for name, secret in model["secrets"].items()} == {name: name for name in given}
@@ -83,12 +94,12 @@ def test_each_service_receives_only_its_own_passwords() -> None:
     assert {name: secrets for name, secrets in seen.items() if secrets} == {
         "postgres": {"POSTGRES_PASSWORD"},
         "migrate": set(PASSWORDS),
-        "mlflow": {"MLFLOW_DB_PASSWORD"},
-        "dashboard": {"HPSEARCH_WORKER_PASSWORD"},
-        "study": {"HPSEARCH_WORKER_PASSWORD"},
-        "worker": {"HPSEARCH_WORKER_PASSWORD"},
+        "mlflow": {"MLFLOW_DB_PASSWORD", WEB_TOKEN},
+        "dashboard": {"HPSEARCH_WORKER_PASSWORD", WEB_TOKEN},
+        "study": {"HPSEARCH_WORKER_PASSWORD", WEB_TOKEN},
+        "worker": {"HPSEARCH_WORKER_PASSWORD", WEB_TOKEN},
         "pgbouncer": {"HPSEARCH_WORKER_PASSWORD"},
-        "proxy": {"HPSEARCH_LOGIN_PASSWORD"},
+        "proxy": {"HPSEARCH_LOGIN_PASSWORD", WEB_TOKEN},
     }
     for name, service in model["services"].items():
         named = {value for key, value in service.get("environment", {}).items() if key.endswith("_FILE")}
@@ -98,8 +109,8 @@ def test_each_service_receives_only_its_own_passwords() -> None:
     assert not re.search(r"://\w+:[^$][^@\s]*@", raw)
 
 
-def status(url: str, host: str) -> int:
-    request = urllib.request.Request(url, headers={"Host": host})
+def status(url: str, host: str, token: str) -> int:
+    request = urllib.request.Request(url, headers={"Host": host, "Authorization": f"Bearer {token}"})
     try:
         with urllib.request.urlopen(request, timeout=300) as response:
             return int(response.status)
@@ -133,12 +144,15 @@ def test_the_commands_of_the_services_run_a_search(machine: Machine) -> None:
     with pytest.raises(psycopg2.OperationalError, match="permission denied for database"):
         machine.connect("hpsearch_worker", password, "mlflow")
 
-    mlflow = f"http://127.0.0.1:{machine.ports[5000]}"
-    assert status(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", machine.local("mlflow:5000")) == 200
-    assert status(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", "evil.example:5000") == 403
+    token = machine.secrets[WEB_TOKEN]
+    experiment = f"http://127.0.0.1:{machine.ports[5000]}/api/2.0/mlflow/experiments/get?experiment_id=0"
+    assert status(experiment, machine.local("mlflow:5000"), token) == 200
+    assert status(experiment, machine.local("mlflow:5000"), "wrong") == 401
+    assert status(experiment, "evil.example:5000", token) == 403
     assert list((machine.folder / "artifacts").rglob("best.pt")), "no checkpoint went through the server"
     studies = f"http://127.0.0.1:{machine.ports[8080]}/api/studies"
-    with urllib.request.urlopen(studies, timeout=300) as response:
+    request = urllib.request.Request(studies, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=300) as response:
         assert [study["study_name"] for study in json.load(response)["study_summaries"]] == ["digits"]
     for name in OURS:
         assert not [secret for secret in machine.secrets.values() if secret in machine.log(name)], f"{name} logs one"

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from docs.packages import FOLDERS, ROOT
 from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.web.token import read_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.xdist_group("installed")]
 
@@ -116,7 +117,10 @@ class Installed:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HPSEARCH_"))}
         self.alone = {**kept, "HPSEARCH_HOME": str(folder / "home")}
         self.environment = {
-            **self.alone, "HPSEARCH_STORAGE_URL": stack.storage_url, "HPSEARCH_TRACKING_URI": stack.tracking_uri
+            **self.alone,
+            "HPSEARCH_STORAGE_URL": stack.storage_url,
+            "HPSEARCH_TRACKING_URI": stack.tracking_uri,
+            "MLFLOW_TRACKING_TOKEN": read_token(stack.home) or ""
         }  # fmt: skip
 
     def __call__(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:

@@ -111,7 +111,7 @@ def test_services_require_the_login_and_work_behind_the_proxy(
 
     uri = f"https://localhost:{mlflow}"
     monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(authority))
-    with pytest.raises(StorageError, match="answers 401 Unauthorized; set MLFLOW_TRACKING_USERNAME"):
+    with pytest.raises(StorageError, match="answers 401 Unauthorized; set MLFLOW_TRACKING_TOKEN"):
         check_server(uri)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "hpsearch")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
@@ -126,6 +126,7 @@ def test_services_require_the_login_and_work_behind_the_proxy(
 
     assert password not in proxied.log("proxy")
     assert login not in proxied.log("proxy")
+    assert proxied.secrets["HPSEARCH_WEB_TOKEN"] not in proxied.log("proxy")
     if CHROMIUM is not None:
         address = f"127.0.0.1:{proxied.ports[5432]}/optuna"
         worker = f"postgresql+psycopg2://hpsearch_worker:{proxied.secrets['HPSEARCH_WORKER_PASSWORD']}@{address}"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment.machine import PASSWORDS, ROOT, Machine, compose, free_port, granted, require_hardened, tool
+from tests.deployment.machine import REQUIRED, ROOT, Machine, compose, free_port, granted, require_hardened, tool
 
 FILES = ("docker-compose.yml", "docker-compose.s3.yml")
 KEYS = ("HPSEARCH_S3_SECRET", "HPSEARCH_S3_ARTIFACTS_SECRET", "HPSEARCH_S3_CHECKPOINTS_SECRET")
-SECRETS = (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD", *KEYS)
+SECRETS = (*REQUIRED, "HPSEARCH_LOGIN_PASSWORD", *KEYS)
 LACKING = [name for name in ("s3fs", "boto3", "moto") if find_spec(name) is None]
 
 
@@ -73,7 +73,7 @@ def test_the_keys_of_the_store_are_limited_to_their_folders(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("missing", KEYS)
 def test_a_missing_key_is_an_error_with_a_remedy(missing: str) -> None:
-    rest = dict.fromkeys([*PASSWORDS, *(key for key in KEYS if key != missing)], "x")
+    rest = dict.fromkeys([*REQUIRED, *(key for key in KEYS if key != missing)], "x")
     done = tool("docker-compose", "--env-file", "/dev/null", *(f"--file={file}" for file in FILES), "config", **rest)
     assert done.stdout == ""
     assert f"required variable {missing} is missing a value: run ./hpsearch secrets" in done.stderr

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener, urlopen
 
 import mlflow
-import optuna
 import pytest
+from sqlalchemy import text
 
+from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.web.token import add_token, find_token, read_token
@@ -251,5 +252,6 @@ def test_the_token_is_in_no_command_line_log_or_study(stack: StackInfo, token: s
     command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in command_lines if token.encode() in line]
     assert not [log for log in (stack.home / "logs").rglob("*.log") if token in log.read_text(errors="replace")]
-    for summary in optuna.get_all_study_summaries(stack.storage_url):
-        assert token not in json.dumps({**summary.user_attrs, **summary.system_attrs}, default=str)
+    with make_engine(stack.owner_url, application_name="test").connect() as connection:
+        rows = connection.execute(text("SELECT value_json FROM study_user_attributes")).scalars().all()
+    assert not [row for row in rows if token in row]
