@@ -73,7 +73,7 @@ def find_known_homes() -> list[Path]:
     Raises:
         StorageError: $HPSEARCH_HOME names an unknown user.
     """
-    return [*_prepared, *({_resolve_home(None)} - _prepared)]
+    return [*_prepared, *({resolve_home(None)} - _prepared)]
 
 
 def check_writable(home: Path) -> None:
