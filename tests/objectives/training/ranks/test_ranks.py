@@ -18,7 +18,7 @@ def agree(ranks):
     ranks.broadcast_tensors(tensors)
     mean = [torch.tensor([float(ranks.rank)])]
     ranks.all_reduce_mean(mean)
-    share = ranks.shard_rows(torch.arange(5)).tolist()
+    share = ranks.select_own_rows(torch.arange(5)).tolist()
     return (
         total.tolist(),
         ranks.broadcast_object(ranks.rank),
