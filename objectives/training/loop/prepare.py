@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.split_rows import ResplitSeed, request_split
+from hpsearch.objectives.training.data.resplit import ResplitSeed, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
