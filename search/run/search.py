@@ -19,7 +19,7 @@ from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_stud
 from hpsearch.search.services import Services
 from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
-from hpsearch.search.study.smoke import smoke_test
+from hpsearch.search.study.preflight import smoke_test
 from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study

@@ -119,7 +119,7 @@ def test_a_budget_in_epochs_or_seconds_has_no_default_limit_of_trials() -> None:
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
     digits = load_objective("digits")
     given = {"objective": "digits", "name": "made", **settings}
-    return create_or_join(storage, given, digits, sanity_check=lambda *_: None)[0]
+    return create_or_join(storage, given, digits, preflight_check=lambda *_: None)[0]
 
 
 def test_creating_a_study_writes_its_budget_row_once(storage: PostgresStorage) -> None:
