@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -19,13 +19,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DistributedSampler
 
-from hpsearch.objectives.adapters.names import remove_prefixes
+from hpsearch.objectives.custom_loop.loop_trial import LoopTrial, remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _QUIET: dict[str, Any] = {
     "logger": False,

@@ -6,19 +6,16 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hpsearch.objectives.adapters.names import remove_prefixes
+from hpsearch.objectives.custom_loop.loop_trial import LoopTrial, remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
 _SET_BY_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")

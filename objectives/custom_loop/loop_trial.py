@@ -259,6 +259,12 @@ def _add_val_prefix(name: str) -> str:
     return name if name == "lr" or name.startswith(("train_", "val_")) else f"val_{name}"
 
 
+def remove_prefixes(metrics: Mapping[str, float], part: str) -> dict[str, float]:
+    """Remove the prefixes `PART_` and `PART/`, such as `val_`, from metric names; replace any other `/` by `_`."""
+    plain = [(name.replace("/", "_"), value) for name, value in metrics.items()]
+    return {name.removeprefix(f"{part}_") or name: value for name, value in plain}
+
+
 def _copy_to_cpu(tree: Any) -> Any:
     """Copy the tensors of a tree to the CPU, so that further training does not change the copies."""
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)

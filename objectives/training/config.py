@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from hpsearch.former_names import translate_training_config
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
+from hpsearch.objectives.training.strategies.fsdp_settings import check_fsdp_settings
 
 # `hpsearch.objectives.training.optimizers` builds them by these names.
 BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
@@ -30,7 +31,6 @@ WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
-_UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need unsharded weights
 
 CHOICES_BY_SETTING = {
     "optimizer": OPTIMIZERS,
@@ -169,22 +169,8 @@ class TrainConfig:
             raise ObjectiveError("clip_grad_value cannot be combined with clip_grad_norm; set clip_grad_norm=None")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction cannot be combined; set one of the two to None")
-        if self.cpu_offload and self.strategy != "fsdp":
-            raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
-        if self.strategy == "fsdp":
-            self._check_fsdp()
+        check_fsdp_settings(self)
         return self
-
-    def _check_fsdp(self) -> None:
-        if self.optimizer in _UNSHARDABLE_OPTIMIZERS:
-            raise ObjectiveError(
-                f"optimizer={self.optimizer!r} needs unsharded weights, but strategy='fsdp' shards them; use 'adamw', "
-                "'muon' or another optimizer, or strategy='ddp'"
-            )
-        if self.channels_last:
-            raise ObjectiveError("channels_last=True is not available with strategy='fsdp'; set channels_last=False")
-        if self.precision == "fp16":
-            raise ObjectiveError("precision='fp16' is not available with strategy='fsdp'; use 'bf16' or strategy='ddp'")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
