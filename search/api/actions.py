@@ -20,7 +20,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import refresh_evidence
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import find_waiting_reasons
+from hpsearch.search.report.trials import find_waiting_reasons
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.control import count_running

@@ -322,7 +322,7 @@ class Study:
 
         from rich.console import Console
 
-        from hpsearch.search.report.show import print_trial
+        from hpsearch.search.report.show_trial import print_trial
 
         page = Console(file=io.StringIO(), force_jupyter=False, width=120, markup=False, highlight=False, emoji=False)
         with page.capture() as text:

@@ -75,7 +75,8 @@ def show(
     from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.show import print_study, print_trial
+    from hpsearch.search.report.show import print_study
+    from hpsearch.search.report.show_trial import print_trial
 
     study = Study.open(name, **where)
     stored = study._stored

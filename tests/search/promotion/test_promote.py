@@ -16,7 +16,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.promotion.registry_watch import RegistryWatcher, sync_promotions
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import format_promotions, print_trial
+from hpsearch.search.report.show import format_promotions
+from hpsearch.search.report.show_trial import print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
