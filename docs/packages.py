@@ -70,7 +70,6 @@ PACKAGES = (
     "search.fleet",
     "search.doctor",
     "search.run",
-    "search.dashboard",
     "search.api",
     "search.cli",
 )

@@ -300,14 +300,14 @@ def dashboard(
 
     With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
-    from hpsearch.search.dashboard import serve
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.promotion.registry_watch import serve_dashboard_and_watch
     from hpsearch.storage.embedded.services import require_server_packages
 
     require_server_packages()
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
-    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
+    serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
 
 
 SECRET_NAMES = (

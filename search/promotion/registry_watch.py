@@ -8,7 +8,10 @@ unchanged registry costs one MLflow request. The first poll of a process also co
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Self
@@ -17,12 +20,16 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.search.errors import SearchError
+from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.search.study.study import load_parent_study, load_study
+from hpsearch.storage.dashboard import serve_dashboard
+from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
+from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error
+from hpsearch.storage.mlflow.health import check_server, describe_error
 from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
@@ -33,7 +40,7 @@ from hpsearch.storage.records.promotions import (
     read_current_promotions,
     record_promotion,
 )
-from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -185,3 +192,36 @@ class RegistryWatcher:
                     log.exception("promotions cannot be synchronized; trying again")
                 is_logged = True
             self._end.wait(self._every)
+
+
+def serve_dashboard_and_watch(
+    storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False
+) -> None:
+    """Serve the dashboard until the process ends. The tracking server may be unavailable.
+
+    Args:
+        storage_url: Postgres database with the studies.
+        tracking_uri: MLflow server; if None, the dashboard serves no artifacts and records no promotions.
+        host: address to listen on.
+        port: port to listen on.
+        read_only: whether the pages reject changes by users; promotions are recorded even then.
+
+    Raises:
+        StorageError: the database is unusable, or the address is in use.
+    """
+    if tracking_uri is None:
+        return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    check_database(storage_url)
+
+    @functools.cache
+    def tracking() -> Tracking:
+        check_server(tracking_uri)
+        return Tracking(tracking_uri, ui_url=os.environ.get(MLFLOW_UI_URL))
+
+    # Polls every few seconds, so it needs one connection and may give up early.
+    storage = open_storage(storage_url, application_name="hpsearch-registry-watch", pool_size=1, retry_seconds=10.0)
+    with RegistryWatcher(storage, tracking):
+        artifacts = MlflowArtifactStore(lambda: tracking().client)
+        serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
+    return None

@@ -12,7 +12,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import Failure, TrialOutcomes
 from hpsearch.storage.journals.journal import Cursor, JournalEntry
-from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.tensorboard import event_files as events
 from hpsearch.storage.trackers.tensorboard.event_files import EventFiles
 from hpsearch.storage.trackers.tensorboard.hparams import make_session_start

@@ -18,7 +18,7 @@ from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import RunRejectedError, TrialOutcomes
 from hpsearch.storage.journals.journal import Cursor, JournalEntry
-from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.wandb_runs.process_client import Connection, WandbUnavailableError
 from hpsearch.storage.trials.finishing import Outcome
 
