@@ -83,7 +83,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     if isinstance(objective, str):
         return objective
     if not isinstance(objective, type):
-        raise SearchError(f"objective is {objective!r}; give a name such as 'digits' or 'wine.py', or a class")
+        raise SearchError(f"objective={objective!r} is invalid; give a name such as 'digits' or 'wine.py', or a class")
     name, module = objective.__name__, objective.__module__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not objective:
         file = f"{name.lower()}.py"
@@ -203,7 +203,7 @@ def describe_deletion(study: StoredStudy) -> str:
         SearchError: trials of the study, its finalists or its refits are running.
     """
     items = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
-    items += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
+    items += ", its finalist and refit studies" if len(list_studies_to_delete(study)) > 1 else ""
     evaluation = read_test_evaluation(study.engine, study.study_id)
     return items + (", and the record of its test evaluation" if evaluation else "")
 

@@ -49,7 +49,7 @@ def run_command(arguments: list[str]) -> int:
         typer.echo(line, err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
-        typer.echo("hpsearch: stopped", err=True)
+        typer.echo("hpsearch: interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0

@@ -42,7 +42,7 @@ def down(home: o.Home = None) -> None:
     from hpsearch.storage.home import prepare_home
 
     stopped = stack.down(prepare_home(home))
-    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no service was running")
+    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "no embedded service was running")
 
 
 @register(SERVICES_SECTION)
@@ -60,9 +60,11 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study that a worker will join")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of a study to include in the checks")
+    ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON")] = False,
     where: o.Addresses,
 ) -> int:
     """Check the prerequisites of a worker on this machine.
@@ -88,12 +90,14 @@ def doctor(
 
 
 def _owner_url(help_suffix: str) -> Any:
-    help_text = f"URL of the study database, with the owner role{help_suffix}"
+    help_text = f"URL of the study database, with the role that owns its tables{help_suffix}"
     return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
-OwnerUrl = Annotated[str | None, _owner_url("; MLflow's: MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
-Artifacts = Annotated[str | None, typer.Option("--artifacts", help="MLflow's artifact folder, for external services")]
+OwnerUrl = Annotated[
+    str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")
+]
+Artifacts = Annotated[str | None, typer.Option("--artifacts", help="Artifact folder of an external MLflow server")]
 
 
 @register(SERVICES_SECTION)
@@ -131,12 +135,12 @@ def backup(
             dashboard=DASHBOARD_COMMAND,
             progress=progress,
         )
-    typer.echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
+    typer.echo(f"wrote {file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
 
 
 @register(SERVICES_SECTION)
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'backup' wrote")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Backup file, written by 'backup'")],
     artifacts: Artifacts = None,
     storage_url: OwnerUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -165,13 +169,15 @@ def restore(
             progress=progress,
         )
     at = ("--home", home) if home else ()
-    typer.echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
+    typer.echo(f"restored {_format_counts(done.manifest)}, from the backup of {done.manifest.made_at}")
     for study, url in done.external_checkpoints:
-        typer.echo(f"the backup has no checkpoints of study {study}; its checkpoint store is {url}")
+        typer.echo(f"the backup has no checkpoints of study {study}, because they are stored at {url}")
     for study in done.unsent_studies:
-        typer.echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
+        typer.echo(
+            f"MLflow lacks trial data of study {study}; send the data with: {format_command('sync', study, *at)}"
+        )
     if done.missing_files:
-        typer.echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
+        typer.echo(f"{done.missing_files} artifact files are not in the backup; copy them to MLflow's artifact folder")
     typer.echo(f"list the studies with: {format_command('studies', *at)}")
 
 
@@ -181,7 +187,7 @@ def _format_counts(manifest: Manifest) -> str:
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
     parts = [studies, pluralize(manifest.trials, "trial")]
     if manifest.has_mlflow:
-        parts += [pluralize(manifest.runs, "run"), pluralize(manifest.models, "registered model")]
+        parts += [pluralize(manifest.runs, "MLflow run"), pluralize(manifest.models, "registered model")]
     return ", ".join(parts)
 
 
@@ -192,8 +198,8 @@ def migrate(
         bool,
         typer.Option(
             "--bootstrap",
-            help="First create databases and roles, as the superuser of HPSEARCH_ADMIN_URL, with the passwords in "
-            "HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
+            help="First create the databases and roles, with the superuser URL in HPSEARCH_ADMIN_URL and the passwords "
+            "in HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
         ),
     ] = False,
 ) -> None:
@@ -218,7 +224,7 @@ def migrate(
     if url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_OWNER_URL")
     migrate_tables(url)
-    typer.echo(f"tables are up to date at {redact(url)}")
+    typer.echo(f"the tables of {redact(url)} are up to date")
 
 
 def _required(name: str) -> str:
@@ -226,13 +232,13 @@ def _required(name: str) -> str:
 
     if value := os.environ.get(name):
         return value
-    raise SearchError(f"{name} is not set; set this variable for --bootstrap")
+    raise SearchError(f"--bootstrap needs the environment variable {name}; set this variable")
 
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
 
 
-_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the dashboard in the foreground.")
+_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the Optuna dashboard in the foreground.")
 
 
 @_serve.command()
@@ -245,11 +251,12 @@ def mlflow(
             "--artifacts",
             envvar="HPSEARCH_ARTIFACTS",
             show_envvar=True,
-            help="Folder or URL (s3://BUCKET/PREFIX) of the artifacts",
+            help="Folder or URL (s3://BUCKET/PREFIX) of MLflow's artifacts",
         ),
     ] = "artifacts",
     allowed_hosts: Annotated[
-        str | None, typer.Option("--allowed-hosts", help="Accepted Host headers as HOST:PORT, separated by commas")
+        str | None,
+        typer.Option("--allowed-hosts", help="Accepted HTTP Host headers: HOST:PORT,HOST:PORT  [default: MLflow's]"),
     ] = None,
 ) -> None:
     """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
@@ -261,7 +268,9 @@ def mlflow(
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(f"{variable} is not set; set it to the URL of MLflow's Postgres database")
+        raise SearchError(
+            f"environment variable {variable} is not set; set it to the URL of MLflow's Postgres database"
+        )
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)

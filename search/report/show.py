@@ -214,7 +214,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         console.print()
     lines = [*format_summary(study, summarise(study), dashboard_url=dashboard_url), *format_promotions(study)]
     if why := study.attrs.get(STOPPED):
-        lines.append(f"stopped {why}")
+        lines.append(f"study stopped {why}")
     for line in lines:
         console.print(line)
 
@@ -239,5 +239,5 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
             reason.splitlines()[0] if reason else "",
         )
     if not every and len(trials) > _LAST_TRIALS:
-        console.print(f"the last {_LAST_TRIALS} of {len(trials)} trials; --all prints all of them")
+        console.print(f"the last {_LAST_TRIALS} of {len(trials)} trials; --all shows all trials")
     console.print(table)

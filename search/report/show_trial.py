@@ -34,7 +34,7 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     """
     trial = find_trial(study, number)
     state = "infeasible" if trial.user_attrs.get(INFEASIBLE) else trial.state.name
-    console.print(f"trial {number} of {study.spec.name}: {state}", style="bold")
+    console.print(f"trial {number} of study {study.spec.name}: {state}", style="bold")
     for name, value in _list_facts(study, trial):
         console.print(f"{name:>9}  {value}")
     _print_section(console, "parameters", _make_parameter_table(trial))

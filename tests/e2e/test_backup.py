@@ -69,7 +69,7 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     before = searched.trials
 
     said = here("backup", str(file)).splitlines()[-1]
-    assert said.startswith(f"{file}: 2 studies, {TRIALS + len(before)} trials, "), said
+    assert said.startswith(f"wrote {file}: 2 studies, {TRIALS + len(before)} trials, "), said
     assert ", 0 registered models, " in said
     assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup.tar", "gate"], "nothing else is left"
@@ -97,7 +97,9 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     assert_runs_are_whole(there, before)
     promoted = there("promote", NAME)
     assert f"models:/{NAME}@champion (version 1)" in promoted
-    assert "reproduced, in a process without this project's code" in there("serve-check", f"{NAME}@champion")
+    assert "score reproduced in a process without the code of hpsearch and the objective" in there(
+        "serve-check", f"{NAME}@champion"
+    )
 
     (gate / "open").touch()
     output, _ = process.communicate()

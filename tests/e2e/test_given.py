@@ -34,8 +34,8 @@ def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(
     assert "the budget is spent" in cli(*command), "what is there is not enqueued again"
     file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n0.03,24,b\n")
     output = cli("extend", "given", "--trials", "+1", "--enqueue", str(file))
-    assert "given: 5 -> 6 trials" in output
-    assert f"enqueued 1 new configuration of {file}" in output
+    assert "study given: budget changed from 5 to 6 trials" in output
+    assert f"enqueued 1 new configuration from {file}" in output
     cli("run", STARTED, "--name", "given", "--workers", "1")
     found = cli.study("given").trials
     assert len(found) == 6

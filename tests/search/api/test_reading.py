@@ -73,7 +73,7 @@ def test_returned_objects_are_copies(study: Study) -> None:
 def test_the_best_trial_and_the_reason_of_another(study: Study) -> None:
     assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
-    assert "trial 2 of s: infeasible" in study.describe_trial(2)
+    assert "trial 2 of study s: infeasible" in study.describe_trial(2)
     assert "the loss is nan" in study.describe_trial(2)
     with pytest.raises(SearchError, match="--trial 3: study 's' has no such trial"):
         study.describe_trial(3)
@@ -151,7 +151,9 @@ def test_errors_name_keywords(settings: dict[str, Any], said: str) -> None:
 
 
 def test_an_invalid_objective_is_rejected() -> None:
-    with pytest.raises(SearchError, match=r"^objective is 42; give a name such as 'digits' or 'wine.py', or a class$"):
+    with pytest.raises(
+        SearchError, match=r"^objective=42 is invalid; give a name such as 'digits' or 'wine.py', or a class$"
+    ):
         Study.create(42)  # type: ignore[arg-type]  # the mistake
 
 

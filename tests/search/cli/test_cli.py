@@ -118,7 +118,7 @@ def test_a_mistake_in_a_spec_file_is_reported(refuse, tmp_path: Path, text: str,
 
 def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
     monkeypatch.setenv("HPSEARCH_STALL", "9")
-    assert "HPSEARCH_STALL=9 is not supported any more; set HPSEARCH_STALL_FACTOR" in refuse("run", "digits")
+    assert "HPSEARCH_STALL=9 is no longer supported; set HPSEARCH_STALL_FACTOR instead" in refuse("run", "digits")
 
 
 @pytest.mark.parametrize(("name", "text"), [("s.yaml", "- a\n- b\n"), ("s.json", "{}"), ("s.yml", "a: [1\n")])

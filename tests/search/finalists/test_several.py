@@ -159,9 +159,9 @@ def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy)
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose one with --trial \(0, 2\)"):
         choose_candidate(study, trial=None, unconfirmed=False)
-    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(0, 2\)"):
         choose_candidate(study, trial=1, unconfirmed=False)
     for trial in (0, 2):
         candidate = choose_candidate(study, trial=trial, unconfirmed=False)
@@ -188,9 +188,9 @@ def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
 
 def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose one with --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None)
-    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None, trial=1)
     made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
