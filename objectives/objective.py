@@ -180,8 +180,8 @@ class Objective(BaseObjective):
         metric: the validation metric to optimize: a metric of `metrics()` or `step`, or "loss".
         direction: "maximize" or "minimize".
         directions: direction by metric, for a multi-objective study. The first metric is also `metric`, which selects
-            the best epoch. The further metrics are validation metrics, metrics of `measures()`, or the model metrics
-            `latency_ms`, `model_mb`, `parameters` and `peak_memory_mb`.
+            the best epoch. The further metrics are validation metrics, metrics of `model_metrics()`, or the built-in
+            metrics `latency_ms`, `model_mb`, `parameters` and `peak_memory_mb`.
         constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates a bound is infeasible.
         reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
         epochs: default number of epochs of a full trial.
@@ -301,7 +301,7 @@ class Objective(BaseObjective):
             return NoMetrics()
         return build_metrics(self.metric, train)
 
-    def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
+    def model_metrics(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.
 
         The metrics are reported under these names, and a study can optimize or bound them. If a value is NaN or
@@ -312,7 +312,7 @@ class Objective(BaseObjective):
             config: configuration of the trial.
 
         Example:
-            >>> def measures(self, model, config):
+            >>> def model_metrics(self, model, config):
             ...     weights = torch.cat([weight.flatten() for weight in model.parameters()])
             ...     return {"sparsity": float((weights.abs() < 1e-3).float().mean())}
         """
@@ -341,12 +341,12 @@ class Objective(BaseObjective):
 
         Raises:
             MetricError: a name is neither in the built-in set of `metric` nor a model metric. If the class overrides
-                `metrics`, `step` or `measures`, the first evaluation checks the names instead.
+                `metrics`, `step` or `model_metrics`, the first evaluation checks the names instead.
         """
         from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
         super().set_reported_metrics(names)
-        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
+        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "model_metrics"):
             return
         known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
@@ -28,7 +28,7 @@ class TrialProtocol(Protocol):
         """Suggest one of the choices: None, bool, int, float or str."""
 
 
-class _StudylessTrial:
+class StudylessTrial:
     """Base class of trials without a study. `values` contains the suggested values by name."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _StudylessTrial:
         raise NotImplementedError
 
 
-class FixedTrial(_StudylessTrial):
+class FixedTrial(StudylessTrial):
     """Trial that returns given values, and for other parameters the midpoint of the range or the first choice.
 
     On a log scale, the midpoint is the geometric mean. A given value outside the search space raises NotInSpaceError.
@@ -139,48 +139,3 @@ class NotInSpaceError(ObjectiveError):
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
         self.name, self.reason = name, reason
-
-
-def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
-    """Iterate over all combinations of the parameter values that `configure` requests.
-
-    Raises:
-        NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
-    """
-    indices: list[int] = []  # per parameter, the index of its next value
-    while True:
-        space = _GridTrial(indices)
-        configure(space)
-        yield space.values
-        indices = [*indices, *[0] * (len(space.counts) - len(indices))][: len(space.counts)]
-        while indices and indices[-1] + 1 == space.counts[len(indices) - 1]:
-            indices.pop()
-        if not indices:
-            return
-        indices[-1] += 1
-
-
-class _GridTrial(_StudylessTrial):
-    """Trial that returns, for each parameter, the grid value at a given index; without an index, the first value."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        super().__init__()
-        self._indices = indices
-        self.counts: list[int] = []
-
-    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:  # noqa: ARG002
-        if step is None and low < high:
-            raise NotInSpaceError(name, f"the range from {low} to {high} has infinitely many values; set a step")
-        count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
-        number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
-        return number
-
-    def _category(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggest(name, len(choices), lambda index: choices[index])
-
-    def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
-        if name in self.values:
-            return self.values[name]
-        position = len(self.counts)
-        self.counts.append(count)
-        return value(self._indices[position] if position < len(self._indices) else 0)

@@ -35,7 +35,7 @@ PENDING = "pending"  # prefix of TRACKING while records are in the outbox
 REMOVED_BY = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint
 PARENT_TRIAL = "hpsearch:finalist_of"  # finalists: the trial of the search that is retrained
 TRAINING_SEED = "hpsearch:seed"  # finalists: the seed of the training
-RESPLIT_SCORE = "hpsearch:fresh"  # finalists on a new split: the result of ResplitScore.record()
+RESPLIT_SCORE = "hpsearch:fresh"  # finalists on a new split: the result of ResplitScore.to_record()
 REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss"} of the last epoch
 
 # Attributes of multi-objective trials as samplers receive them; not stored.

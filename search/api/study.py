@@ -719,10 +719,11 @@ def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
     Example:
         assert delete_study("example") == ["example.finalists", "example.refit", "example"]
     """
-    from hpsearch.search.api import actions, opening
+    from hpsearch.search.api import opening
+    from hpsearch.search.study import cleanup
 
     stored, services = opening.open_study(name, where)
-    return actions.delete_study(services, stored)
+    return cleanup.delete_study(services, stored)
 
 
 def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:

@@ -144,8 +144,8 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
     Deletes the trials, finalists, refits, checkpoints, and the study's files on this machine.
     """
-    from hpsearch.search.api.actions import delete_study, describe_deletion
     from hpsearch.search.api.study import Study
+    from hpsearch.search.study.cleanup import delete_study, describe_deletion
 
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):

@@ -84,7 +84,7 @@ class Evidence:
     weights_only: str = ""
     refit: dict[str, Any] | None = None
 
-    def as_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON values for the database."""
         return {**asdict(self), "confirmed": not self.unconfirmed}
 

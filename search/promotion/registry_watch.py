@@ -135,7 +135,7 @@ def _record(
         write_evidence(Registry(tracking.client), version, evidence)
     except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
         log.warning("version %d of %s: evidence not written: %s", version.number, version.model, error)
-    record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
+    record_promotion(connection, evidence.to_record(), version.model, version.number, alias, by=by)
     log.info("trial %d of %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
 
 

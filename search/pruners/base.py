@@ -44,7 +44,7 @@ class Decision:
     rung: int | None = None
     bracket: int | None = None
 
-    def record(self) -> dict[str, object]:
+    def to_record(self) -> dict[str, object]:
         """Return all fields except `prune` and `reason` as JSON values; NaN and infinities become text."""
         fields = {key: value for key, value in asdict(self).items() if value is not None}
         del fields["prune"], fields["reason"]

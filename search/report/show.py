@@ -41,7 +41,7 @@ def format_last_failure(study: StoredStudy) -> list[str]:
 
 
 def _join_bounds(spec: StudySpec) -> str:
-    return " or ".join(map(str, spec.bounds))
+    return " or ".join(map(str, spec.constraint_bounds))
 
 
 def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
@@ -201,7 +201,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown
-        shown = ", ".join(map(str, study.spec.bounds)) if key == "constraints" else shown
+        shown = ", ".join(map(str, study.spec.constraint_bounds)) if key == "constraints" else shown
         console.print(f"{key:>13}  {shown}")
     console.print()
     _print_trials(console, study, every=every)

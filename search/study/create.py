@@ -203,14 +203,16 @@ def _create(
     folder, release = f"{spec.name}-{secrets.token_hex(8)}", version("hpsearch")
     attrs = {SOURCE_SHA256: source_hash(objective), FOLDER_NAME: folder, VERSION: release, SPEC: spec.model_dump()}
 
-    def add_details(connection: sa.Connection, study_id: int) -> None:
+    def write_budget_and_warm_start(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
             create_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, warm_start, kind="system")
 
     check_lock_held(lock)
     directions = get_study_directions(spec)
-    study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=add_details)
+    study_id = storage.create_filled_study(
+        directions, spec.name, user_attrs=attrs, trials=trials, also=write_budget_and_warm_start
+    )
     return StoredStudy(spec, storage, study_id)
 
 

@@ -105,7 +105,7 @@ def _resend(
         tracked.publish(result, [])
         ended = trial.datetime_complete
         at = int(ended.timestamp() * 1000) if ended is not None else None
-        tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
+        tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), is_checkpoint_kept=True, at=at)
 
 
 def _rebuild_result(

@@ -167,7 +167,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
         lines += ["", f"Best: {_format_link(best)}, val {spec.metric} {get_first_value(best):.4f} with {params}."]
     if summary.out_of_bounds:
-        bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
+        bounds = " or ".join(f"`{bound}`" for bound in spec.constraint_bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]
     for line in format_confirmation(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]

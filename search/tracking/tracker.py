@@ -194,7 +194,7 @@ class Tracker:
         if isinstance(trial, PrunedTrial) and trial.decision:
             journal.append(make_pruning_tags(trial.decision))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
-        journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
+        journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), is_checkpoint_kept=False))
         self.sender.wake(is_urgent=True)
 
     def flush(

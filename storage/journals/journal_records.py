@@ -155,18 +155,24 @@ class End(Record):
         outcome: the outcome of the trial.
         reason: the reason of the outcome, as text for users.
         at: the time of the end in unix milliseconds.
-        kept: whether the trial's last checkpoint is kept until MLflow has the whole journal.
+        is_checkpoint_kept: whether the trial's last checkpoint is kept until MLflow has the whole journal.
     """
 
     outcome: Outcome
     reason: str
     at: int
-    kept: bool
+    is_checkpoint_kept: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record, with the outcome as the run's state tag in upper case."""
-        stored = super().to_dict()
-        return {"kind": stored.pop("kind"), "state": stored.pop("outcome").run_state.upper(), **stored}
+        state = self.outcome.run_state.upper()
+        return {
+            "kind": self.kind,
+            "state": state,
+            "reason": self.reason,
+            "at": self.at,
+            "kept": self.is_checkpoint_kept,
+        }
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:

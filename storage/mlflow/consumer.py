@@ -304,5 +304,5 @@ class MlflowConsumer(Consumer):
         if cursor.journal.lost_records:
             problem = problem or f"incomplete: {cursor.journal.lost_records} records lost because the disk was full"
         self._links.record_delivery(cursor.journal.header.trial, problem)
-        if end.kept and not (problem or "").startswith(PENDING):
+        if end.is_checkpoint_kept and not (problem or "").startswith(PENDING):
             self._on_delivered(cursor.journal.header.number)

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.storage.database.statements import Database, to_sql
 from hpsearch.storage.database.trial_rows import CLIENT_TIMEOUT, LOCK_STUDY, NEXT_NUMBER, encode_value
 from hpsearch.storage.study_storage.lost_replies import SELECT_CREATED_TRIAL, has_trial
-from hpsearch.storage.study_storage.reading import to_utc
+from hpsearch.storage.study_storage.reading import local_to_utc
 from hpsearch.storage.study_storage.studies import require_study
 
 _CREATE = f"""
@@ -176,8 +176,8 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
     ]
     return {
         "states": [trial.state.name for trial in trials],
-        "starts": [to_utc(trial.datetime_start) for trial in trials],
-        "completes": [to_utc(trial.datetime_complete) for trial in trials],
+        "starts": [local_to_utc(trial.datetime_start) for trial in trials],
+        "completes": [local_to_utc(trial.datetime_complete) for trial in trials],
         **_to_columns(params, "param_places", "param_names", "param_values", "param_distributions"),
         **_to_columns(values, "value_places", "value_objectives", "value_values", "value_kinds"),
         **_to_columns(steps, "step_places", "step_steps", "step_values", "step_kinds"),

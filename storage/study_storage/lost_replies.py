@@ -55,7 +55,9 @@ def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome
     return bool(connection.execute(statement, {"trial": trial_id, "attempt": attempt}).scalar() == outcome)
 
 
-def has_state(trial: FrozenTrial, state: TrialState, values: Sequence[float] | None, local_start: datetime) -> bool:
+def has_state(
+    trial: FrozenTrial, state: TrialState, values: Sequence[float] | None, local_start: datetime | None
+) -> bool:
     """Return whether a trial has the state and values that an earlier try has set, possibly without a reply.
 
     If the state is RUNNING, the start time in microseconds must be equal too, because it identifies the process that

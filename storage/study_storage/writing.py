@@ -25,7 +25,7 @@ from hpsearch.storage.database.trial_rows import (
     make_value_parameters,
 )
 from hpsearch.storage.study_storage.lost_replies import has_state
-from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
+from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, utc_to_local
 
 # `trial` is locked, so that no other process can finish it now; `mine` is the same row if writes are allowed.
 _UNOWNED_GUARD = """
@@ -176,7 +176,7 @@ def write_state(
     rows, repeated = database.fetch_with_retry_flag(", ".join(parts) + _SELECT_STATE_AND_MOVED, parameters)
     if repeated and not (rows and rows[0].moved) and (found := read_trial(database, trial_id)) is not None:
         trial, _ = found
-        if has_state(trial, state, values, to_local(now)):
+        if has_state(trial, state, values, utc_to_local(now)):
             return True
     raise_if_rejected(database, rows, trial_id, attempt)
     return bool(rows[0].moved)

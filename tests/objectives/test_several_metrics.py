@@ -97,7 +97,7 @@ def test_a_metric_that_no_built_in_set_has_is_rejected_at_once(wine, name, near)
 def test_metrics_that_cannot_be_checked_yet_are_accepted(objective_with):
     own = objective_with(metrics=lambda self, train: None)
     own.set_reported_metrics(["whatever"])
-    measuring = objective_with(measures=lambda self, model, config: {})
+    measuring = objective_with(model_metrics=lambda self, model, config: {})
     measuring.set_reported_metrics(["sparsity"])
     assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
 

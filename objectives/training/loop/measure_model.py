@@ -210,7 +210,7 @@ _RESERVED_PREFIXES = ("train_", "val_", "samples_per_second")
 
 @dataclass
 class ModelMeasurer:
-    """Measurement of the model metrics that the study requires, and of the metrics of `Objective.measures`.
+    """Measurement of the model metrics that the study requires, and of the metrics of `Objective.model_metrics`.
 
     Constant metrics are measured once, after the first epoch, and stored in checkpoints, so a resumed trial has the
     same values. Only required metrics are measured.
@@ -241,7 +241,7 @@ class ModelMeasurer:
 
         Raises:
             MetricError: a required metric does not exist.
-            ObjectiveError: a metric cannot be measured, or a value of the objective's `measures` is not a number.
+            ObjectiveError: a metric cannot be measured, or a value of the objective's `model_metrics` is not a number.
         """
         owner, required = type(self.objective).__name__, self.objective.reported
         known = {*scores, *self._measure_objective(model, scores), *MODEL_METRICS}
@@ -268,7 +268,7 @@ class ModelMeasurer:
         """Return all metrics of the evaluated model by name. All ranks must call it together, and get the same values.
 
         Raises:
-            ObjectiveError: a value of the objective's `measures` is not a number, or a name is reserved.
+            ObjectiveError: a value of the objective's `model_metrics` is not a number, or a name is reserved.
         """
         found = {}
         if "peak_memory_mb" in self.names:  # read first, because the memory of other measurements would count
@@ -314,18 +314,18 @@ class ModelMeasurer:
             self.call(model, self._make_inputs())
 
     def _measure_objective(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the result of the objective's `measures` on rank 0."""
-        if not overrides(self.objective, "measures"):
+        """Return the result of the objective's `model_metrics` on rank 0."""
+        if not overrides(self.objective, "model_metrics"):
             return {}
-        owner = f"{type(self.objective).__name__}.measures"
+        owner = f"{type(self.objective).__name__}.model_metrics"
         explained = self.strategy.explain_sharding_errors()
         with evaluation_mode(model, self.device, "measures"), explained, wrap_user_errors(owner):
-            found = self.objective.measures(model, self.config)
+            found = self.objective.model_metrics(model, self.config)
             return self.ranks.broadcast_object(_to_floats(found, owner, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 
 
 def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
-    """Convert the result of `Objective.measures` to floats.
+    """Convert the result of `Objective.model_metrics` to floats.
 
     Raises:
         ObjectiveError: the result is not a dictionary of numbers, or a name is reserved.

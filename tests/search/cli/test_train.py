@@ -197,7 +197,7 @@ from hpsearch.objectives.builtin.digits import Digits
 class Several(Digits):
     directions = {"accuracy": "maximize", "latency_ms": "minimize"}
     constraints = {"model_mb": "<= 10", "shrunk": ">= 0"}
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         return {"shrunk": 0.25}
 
 class Wrong(Digits):

@@ -96,12 +96,12 @@ def test_the_reason_of_a_pruning_decision(pruner, direction, curve, reason) -> N
     decision = decide(spec_of(direction, **pruner), FINISHED, curve)
     assert decision.prune
     assert decision.reason == reason
-    json.loads(json.dumps(decision.record()), parse_constant=pytest.fail)
+    json.loads(json.dumps(decision.to_record()), parse_constant=pytest.fail)
 
 
 def test_the_numbers_of_a_reason_are_stored_separately() -> None:
     decision = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.2])
-    assert decision.record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
+    assert decision.to_record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
     going_on = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.95])
     assert (going_on.prune, going_on.reason, going_on.value, going_on.cutoff) == (False, "", 0.95, 0.9)
 

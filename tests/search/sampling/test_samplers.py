@@ -17,8 +17,8 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch import ObjectiveError
-from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.grid_and_brute_force import list_configurations
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims

@@ -165,7 +165,7 @@ def test_a_rejected_record_does_not_affect_others(post: Post) -> None:
     post.consume(journal)
     assert post.points("val_loss") == [(0, 1.0)]
     assert "rejected params" in str(journal.cursors["mlflow"].position.problem)
-    journal.append(End(Outcome.COMPLETE, "r", at=2000, kept=False))
+    journal.append(End(Outcome.COMPLETE, "r", at=2000, is_checkpoint_kept=False))
     assert post.consume(journal)
     assert "rejected params" in post.storage.get_trial(post.trial_id).user_attrs[TRACKING]
 

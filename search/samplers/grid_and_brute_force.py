@@ -6,13 +6,13 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
 from hpsearch.objectives.errors import wrap_user_errors
-from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, list_configurations
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, StudylessTrial, TrialProtocol
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.samplers.base import SamplerSpec
 
@@ -158,6 +158,51 @@ class BruteForce(SamplerSpec):
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         return _make_brute_force_sampler(seed)
+
+
+def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
+    """Iterate over all combinations of the parameter values that `configure` requests.
+
+    Raises:
+        NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
+    """
+    indices: list[int] = []  # per parameter, the index of its next value
+    while True:
+        space = _GridTrial(indices)
+        configure(space)
+        yield space.values
+        indices = [*indices, *[0] * (len(space.counts) - len(indices))][: len(space.counts)]
+        while indices and indices[-1] + 1 == space.counts[len(indices) - 1]:
+            indices.pop()
+        if not indices:
+            return
+        indices[-1] += 1
+
+
+class _GridTrial(StudylessTrial):
+    """Trial that returns, for each parameter, the grid value at a given index; without an index, the first value."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__()
+        self._indices = indices
+        self.counts: list[int] = []
+
+    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:
+        if step is None and low < high:
+            raise NotInSpaceError(name, f"the range from {low} to {high} has infinitely many values; set a step")
+        count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
+        number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
+        return number
+
+    def _category(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest(name, len(choices), lambda index: choices[index])
+
+    def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
+        if name in self.values:
+            return self.values[name]
+        position = len(self.counts)
+        self.counts.append(count)
+        return value(self._indices[position] if position < len(self._indices) else 0)
 
 
 def _make_brute_force_sampler(seed: int) -> BaseSampler:
