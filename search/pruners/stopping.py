@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from hpsearch.search.pruners.base import (
+from hpsearch.search.pruners.base_and_halving import (
     Decision,
     DecisionDetails,
     Halving,

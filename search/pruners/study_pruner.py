@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
-from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext, RungValue
+from hpsearch.search.pruners.base_and_halving import Decision, OtherTrials, PruningContext, RungValue
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values

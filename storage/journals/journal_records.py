@@ -165,14 +165,9 @@ class End(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record, with the outcome as the run's state tag in upper case."""
-        state = self.outcome.run_state.upper()
-        return {
-            "kind": self.kind,
-            "state": state,
-            "reason": self.reason,
-            "at": self.at,
-            "kept": self.is_checkpoint_kept,
-        }
+        stored = super().to_dict()
+        kind, outcome, kept = (stored.pop(name) for name in ("kind", "outcome", "is_checkpoint_kept"))
+        return {"kind": kind, "state": outcome.run_state.upper(), **stored, "kept": kept}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:

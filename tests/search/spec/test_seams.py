@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hpsearch.search.cli import options
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext
+from hpsearch.search.pruners.base_and_halving import Decision, OtherTrials, PruningContext
 from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler

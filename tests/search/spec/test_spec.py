@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
+from hpsearch.search.pruners.hyperband_and_asha import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.resolve import list_differences

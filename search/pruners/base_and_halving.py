@@ -1,4 +1,4 @@
-"""Base classes of pruners, and the decisions that they return."""
+"""Base classes of pruners, the decisions that they return, and successive halving, which several pruners share."""
 
 from __future__ import annotations
 
