@@ -70,12 +70,7 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
     values = objective.default_config().to_dict()
     for key, value in given.items():
         if key.startswith("model."):
-            _replace(
-                values["model"],
-                key.removeprefix("model."),
-                value,
-                f"--set {key}: the model of objective {objective.name}",
-            )
+            _replace(values["model"], key.removeprefix("model."), value, f"--set {key}: the model of {objective.name}")
         else:
             values[key] = value
     with as_search_error("--set: " if given else "", ObjectiveError):
@@ -120,9 +115,7 @@ def train(
             "--run-dir", help="Folder of the run; an existing run in it is resumed  [default: runs/NAME-TIME]"
         ),
     ] = None,
-    test: Annotated[
-        bool, typer.Option("--test", help="Evaluate the best weights on the test split at the end")
-    ] = False,
+    test: Annotated[bool, typer.Option("--test", help="Evaluate the best weights on the test split")] = False,
     keep: Annotated[int, typer.Option("--keep", min=1, help="Number of latest checkpoints to keep")] = 2,
     save_every: Annotated[
         float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves one after each epoch")
@@ -219,9 +212,7 @@ def smoke(
     *,
     settings: SetOption = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples in the batch")] = 32,
-    steps: Annotated[
-        int, typer.Option("--steps", min=25, help="Maximum number of training steps for each learning rate")
-    ] = 1000,
+    steps: Annotated[int, typer.Option("--steps", min=25, help="Maximum number of steps per learning rate")] = 1000,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
@@ -268,9 +259,7 @@ def lr_range(
     settings: SetOption = None,
     lowest: Annotated[float, typer.Option("--lowest", help="Learning rate of the first step")] = 1e-6,
     highest: Annotated[float, typer.Option("--highest", help="Learning rate of the last step")] = 10.0,
-    steps: Annotated[
-        int, typer.Option("--steps", help="Number of training steps, each with a higher learning rate")
-    ] = 200,
+    steps: Annotated[int, typer.Option("--steps", help="Number of steps with increasing learning rate")] = 200,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png")] = Path(),

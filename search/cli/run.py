@@ -20,9 +20,7 @@ def run(
     workers: Annotated[int, o.workers_option("; 0 only creates the study")] = 2,
     workers_per_gpu: Annotated[
         int | None,
-        typer.Option(
-            "--workers-per-gpu", min=1, max=64, help="Number of workers that share each GPU; replaces --workers"
-        ),
+        typer.Option("--workers-per-gpu", min=1, max=64, help="Workers that share each GPU; replaces --workers"),
     ] = None,
     enqueue: o.Enqueue = None,
     tracking_required: o.TrackingRequired = False,
@@ -114,12 +112,8 @@ def print_job_file(
     time: Annotated[
         str | None, typer.Option("--time", help="Slurm time limit, [DAYS-]HH:MM:SS  [default: the partition's]")
     ] = None,
-    grace: Annotated[
-        int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL when a worker is stopped")
-    ] = 60,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Container image with hpsearch; required for Kubernetes")
-    ] = None,
+    grace: Annotated[int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL of a worker")] = 60,
+    image: Annotated[str | None, typer.Option("--image", help="Container image; required for Kubernetes")] = None,
     command: Annotated[
         str | None,
         typer.Option(

@@ -264,11 +264,7 @@ def check_artifacts(uri: str) -> Finding:
     try:
         remove_probe(tracking, place)
     except Exception as error:  # artifact stores have error classes of their own
-        return Finding(
-            "warning",
-            f"test file not removed from the artifact store: {describe_error(error)}",
-            f"remove {place} manually",
-        )
+        return Finding("warning", f"test file not removed: {describe_error(error)}", f"remove {place} manually")
     return Finding("ok", "a test file was written to the artifact store and removed")
 
 

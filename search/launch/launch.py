@@ -94,9 +94,7 @@ class LaunchConfig:
                 raise SearchError(f"{option} must be from {least} to {most}, not {number}")
         self._check_gpus()
         if not _MEMORY.fullmatch(self.memory):
-            raise SearchError(
-                f"--memory {self.memory!r} is not a size; give a whole number and a unit M, G or T, such as 8G"
-            )
+            raise SearchError(f"--memory {self.memory!r} is not a size; give a whole number with M, G or T, such as 8G")
         for name, engines in _OPTION_ENGINES.items():
             if getattr(self, name) and self.engine not in engines:
                 raise SearchError(f"--{name} is only for {' and '.join(engines)}; remove --{name} for {self.engine}")
@@ -104,15 +102,9 @@ class LaunchConfig:
         if self.engine == "kubernetes" and not self.image:
             raise SearchError("--image is missing; give a container image with hpsearch, built from the Dockerfile")
         if self.image and not _IMAGE.fullmatch(self.image):
-            raise SearchError(
-                f"--image {self.image!r} is not an image name; give a name such as registry.example/hpsearch:0.1.0"
-            )
+            raise SearchError(f"--image {self.image!r} is not an image name such as registry.example/hpsearch:0.1.0")
         self._check_url()
-        for name, text in (
-            ("--home", self.home),
-            ("--command", " ".join(self.command)),
-            ("the current folder", self.folder),
-        ):
+        for name, text in (("--home", self.home), ("--command", " ".join(self.command)), ("this folder", self.folder)):
             if text and not text.isprintable():
                 raise SearchError(f"{name} {text!r} contains an unprintable character; choose another value")
 
