@@ -101,7 +101,7 @@ class MlflowConsumer(Consumer):
         try:
             return super().consume(cursor)
         except TrialDeletedError:
-            log.warning("%s: journal dropped, because its study was deleted", cursor.journal.folder)
+            log.warning("%s: unsent records dropped, because their study was deleted", cursor.journal.folder)
             return True
 
     def classify_error(self, error: Exception) -> Failure:

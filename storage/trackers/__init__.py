@@ -35,6 +35,6 @@ class OptionalTracker(Consumer):
         """
         if importlib.util.find_spec(cls.name) is None:
             raise StorageError(
-                f"--{cls.name} {setting}: the package {cls.name} is not installed; run on all machines: "
+                f"--{cls.name} {setting}: the package {cls.name} is not installed; on all machines, run "
                 f"./hpsearch add {cls.name} (or: pip install 'hpsearch[{cls.name}]')"
             )

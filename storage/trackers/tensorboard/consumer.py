@@ -44,7 +44,7 @@ class TensorBoardConsumer(OptionalTracker):
                 raise PermissionError(errno.EACCES, "permission denied")
         except OSError as error:
             raise StorageError(
-                f"--{cls.name} {setting}: not writable ({error.strerror}); choose a writable folder"
+                f"--{cls.name} {setting} is not writable ({error.strerror}); choose a writable folder"
             ) from None
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:

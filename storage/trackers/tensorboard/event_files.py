@@ -53,7 +53,7 @@ class EventFiles:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if (descriptor := lock_file(self.folder / _LOCK)) is None:
-            raise LockHeldError(f"{self.folder}: another process writes to this folder")
+            raise LockHeldError(f"another process writes to {self.folder}")
         try:
             self._read_other_files()
             yield

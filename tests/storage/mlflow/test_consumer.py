@@ -271,7 +271,7 @@ def test_a_deleted_run_stays_deleted_and_is_reported(
     journal.close()
     with caplog.at_level(logging.WARNING):
         assert sending() == 0
-    assert f"the run {run_id} was deleted in the MLflow UI; restore the run there" in caplog.text
+    assert f"MLflow run {run_id} was deleted in the MLflow UI; restore the run there" in caplog.text
     assert f"retry with: hpsearch sync {post.name}" in caplog.text
     assert post.box.count_journals() == 1
     assert sending() == 0, "it is not tried again unasked"
