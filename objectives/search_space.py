@@ -85,22 +85,23 @@ class FixedTrial(StudylessTrial):
         """
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(name, f"{owner} has no such parameter; {suggest_names(name, list(self.values))}")
+                raise NotInSpaceError(name, f"does not exist in {owner}; {suggest_names(name, list(self.values))}")
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]
         for choice in choices:
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return choice
-        raise NotInSpaceError(name, f"{value!r} is not one of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         value = self.given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise NotInSpaceError(name, f"{value!r} is not a number")
+            raise NotInSpaceError(name, f"must be a number, not {value!r}")
         steps = 0.0 if step is None else (value - low) / step
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
-            raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" with step {step}" if step else ""))
+            grid = f" with step {step}" if step else ""
+            raise NotInSpaceError(name, f"must be in [{low}, {high}]{grid}, not {value!r}")
         return value
 
 
@@ -114,11 +115,11 @@ class TextFixedTrial(FixedTrial):
                 return choice
             if isinstance(choice, int | float) and not isinstance(choice, bool) and _parse_number(text) == choice:
                 return choice
-        raise NotInSpaceError(name, f"{text!r} is not one of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"must be one of {', '.join(map(repr, choices))}, not {text!r}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         if (number := _parse_number(self.given[name])) is None:
-            raise NotInSpaceError(name, f"{self.given[name]!r} is not a number")
+            raise NotInSpaceError(name, f"must be a number, not {self.given[name]!r}")
         return FixedTrial({name: number})._number(name, low, high, step)
 
 
@@ -134,8 +135,11 @@ def _parse_number(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """Error for a parameter or value that is not in the search space; the message is `name: reason`."""
+    """Error for a parameter or value that is not in the search space.
+
+    The message is `parameter NAME` followed by `reason`.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
+        super().__init__(f"parameter {name!r} {reason}")
         self.name, self.reason = name, reason

@@ -60,7 +60,7 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         ObjectiveError: `trainer` contains an argument that the trial sets.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in trainer]:
-        raise ObjectiveError(f"fit(): the trial sets {rejected[0]}; remove the argument")
+        raise ObjectiveError(f"fit(): hpsearch sets the Trainer argument {rejected[0]!r}; remove it from the call")
     memory = _Memory(trial.state)
     settings = {
         **_QUIET,
@@ -168,7 +168,10 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type
         """Start the trial's next epoch, which seeds the global random generators, and seed the loaders' generators."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(f"fit() trains epoch {trainer.current_epoch + 1}, not {epoch + 1}; call fit() once")
+            raise ObjectiveError(
+                f"fit() starts at epoch {trainer.current_epoch + 1}, but the next epoch of the trial is {epoch + 1}; "
+                "call fit() only once per trial"
+            )
         for number, loader in enumerate(CombinedLoader(trainer.train_dataloader, "max_size").flattened):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if holder is not None and hasattr(holder, "generator"):

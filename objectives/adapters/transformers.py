@@ -34,7 +34,9 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
             device.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
-        raise ObjectiveError(f"training_arguments(): the trial sets {rejected[0]}; remove the argument")
+        raise ObjectiveError(
+            f"training_arguments(): hpsearch sets the argument {rejected[0]!r}; remove it from the call"
+        )
     seed = derive_seed(trial.seed, "transformers") % 2**31
     defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(
@@ -71,7 +73,7 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
     """
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
-        raise ObjectiveError("train(): the Trainer needs args=training_arguments(trial, ...)")
+        raise ObjectiveError("train() needs a Trainer that was created with args=training_arguments(trial, ...)")
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(_EpochReporter(trial, trainer.model))

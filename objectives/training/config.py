@@ -64,7 +64,7 @@ class TrainConfig:
     """
 
     optimizer: Annotated[str, choice(OPTIMIZERS)] = "adamw"
-    base_optimizer: Annotated[str, choice(BASE_OPTIMIZERS, "wrapped by lookahead and sam")] = "adamw"
+    base_optimizer: Annotated[str, choice(BASE_OPTIMIZERS, "optimizer that lookahead and sam wrap")] = "adamw"
     lr: Annotated[float, field("peak learning rate", gt=0)] = 1e-3
     weight_decay: Annotated[float, field("weight decay, decoupled if possible; not for biases and norms", ge=0)] = 0.01
     layer_decay: Annotated[float, field("learning rate of each layer, relative to the next layer's", gt=0, le=1)] = 1.0
@@ -75,7 +75,7 @@ class TrainConfig:
     lookahead_steps: Annotated[int, field('with "lookahead": steps between updates of the slow weights', ge=1)] = 5
     lookahead_alpha: Annotated[float, field('with "lookahead": step size of the slow weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, field("radius of the neighborhood in which SAM maximizes the loss", gt=0)] = 0.05
-    batch_size: Annotated[int, field("samples per micro-batch over all devices", ge=1)] = 64
+    batch_size: Annotated[int, field("samples per micro-batch, summed over all devices", ge=1)] = 64
     gradient_accumulation_steps: Annotated[
         int, field("micro-batches per optimizer step; the loss is the mean over all samples", ge=1)
     ] = 1
@@ -88,8 +88,12 @@ class TrainConfig:
     warmup_fraction: Annotated[float, field("warm-up as a share of all optimizer steps", ge=0, lt=1)] = 0.05
     warmup_steps: Annotated[int | None, field("warm-up in optimizer steps; None uses `warmup_fraction`", ge=0)] = None
     min_lr_fraction: Annotated[float, field("final learning rate of a decay, relative to the peak", ge=0, le=1)] = 0.0
-    decay_factor: Annotated[float, field('factor of each reduction by "step" and "plateau"', gt=0, lt=1)] = 0.1
-    decay_epochs: Annotated[int | None, field('with "step": epochs per reduction; None is 1/3 of the run', ge=1)] = None
+    decay_factor: Annotated[
+        float, field('factor of each reduction of the learning rate by "step" and "plateau"', gt=0, lt=1)
+    ] = 0.1
+    decay_epochs: Annotated[
+        int | None, field('with "step": epochs between reductions; None is 1/3 of the run', ge=1)
+    ] = None
     plateau_patience: Annotated[int, field('with "plateau": epochs without improvement before a reduction', ge=0)] = 3
     cycles: Annotated[int, field('with "cosine_restarts": number of cycles', ge=1)] = 3
     power: Annotated[float, field('with "polynomial": exponent of the decay', gt=0)] = 1.0
@@ -117,7 +121,7 @@ class TrainConfig:
         float, field('with "fsdp": GiB of state above which checkpoints are sharded', ge=0)
     ] = 4.0
     model: Annotated[
-        dict[str, Any], field("hyperparameters of the model, which the objective defines: JSON values by name")
+        dict[str, Any], field("hyperparameters that the objective passes to its model: a dictionary of JSON values")
     ] = dataclasses.field(default_factory=dict)
 
     @model_validator(mode="wrap")
@@ -148,7 +152,7 @@ class TrainConfig:
         except (TypeError, ValueError):
             is_same = False
         if not is_same:
-            raise ObjectiveError(f"model must be a dictionary of JSON values by name, not {value!r}")
+            raise ObjectiveError(f"model must be a dictionary of JSON values with string keys, not {value!r}")
         return copied
 
     @field_validator(*CHOICES_BY_SETTING)
@@ -254,7 +258,7 @@ class RunPlan:
         if self.epochs < 1:
             raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
         if self.refit is not None and not 1 <= self.refit <= self.epochs:
-            raise ObjectiveError(f"refit must be from 1 to epochs={self.epochs}, not {self.refit}")
+            raise ObjectiveError(f"refit must be in [1, epochs={self.epochs}], not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:
             raise ObjectiveError("a refit trains on both splits and cannot have a resplit_seed; set resplit_seed=None")
 

@@ -52,7 +52,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
     """
     moments = np.asarray(times)
     if moments.shape != (samples,):
-        raise ObjectiveError(f"times must be one value for each of the {samples} samples, not {list(moments.shape)}")
+        raise ObjectiveError(f"times must have the shape [{samples}], one value per sample, not {list(moments.shape)}")
     if moments.dtype.kind not in "iufMm" or bool(np.isnan(moments).any()):
         raise ObjectiveError("times must be numbers or datetimes without missing values")
     order = np.argsort(moments, kind="stable")

@@ -54,7 +54,8 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
         if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
-                f"each sample of {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in training"
+                f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} "
+                "in the train split"
             )
         if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)
@@ -203,7 +204,7 @@ class Splits:
         for name, y in counted.items():
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise ObjectiveError(
-                    f"the {name} labels are {int(y.min())} to {int(y.max())}, but training has 0 to {classes - 1}"
+                    f"the {name} labels are in [{int(y.min())}, {int(y.max())}], but must be in [0, {classes - 1}]"
                 )
 
 
@@ -276,7 +277,7 @@ def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
         if describe_shapes(one) != describe_shapes(other):
             raise ObjectiveError(
-                f"a refit cannot join the splits: {what} is {describe_shapes(one)} and {describe_shapes(other)}"
+                f"a refit cannot merge train and val: {what} is {describe_shapes(one)} and {describe_shapes(other)}"
             )
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
     x, y = concatenate([train.x, val.x]), concatenate([train.y, val.y])

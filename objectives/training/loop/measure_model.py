@@ -101,7 +101,7 @@ def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, 
         model = model.module
     model = getattr(model, "_orig_mod", model)
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ObjectiveError("trial.measure needs an unsharded model, but this one is sharded over devices")
+        raise ObjectiveError("trial.measure needs an unsharded model, but this model is sharded over devices")
     call, x = bind_forward(model, x), to_device(x, device)
     with evaluation_mode(model, device, "measures"):
         latency = {"latency_ms": measure_latency_ms(lambda: call(model, x), device), **get_machine_load()}
@@ -331,10 +331,10 @@ def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
         ObjectiveError: the result is not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
-        raise ObjectiveError(f"{owner} must return a dictionary of numbers by name, not {type(found).__name__}")
+        raise ObjectiveError(f"{owner} must return a dictionary such as {{'size_mb': 1.5}}, not {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
-            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid name; choose another name")
+            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid metric name; choose another name")
         if not isinstance(value, Real):
-            raise ObjectiveError(f"{owner}: {name} must be a float, not {type(value).__name__}; return float(...)")
+            raise ObjectiveError(f"{owner}: {name!r} must be a float, not {type(value).__name__}; return float(...)")
     return {name: float(value) for name, value in found.items()}
