@@ -109,7 +109,7 @@ FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two se
 def check_count(flag: str, value: object) -> None:
     """Reject a given number that is not a whole number from 1; None is accepted."""
     if value is not None and (not isinstance(value, int) or value < 1):
-        raise SearchError(f"{flag} {value!r}: give a whole number of at least 1")
+        raise SearchError(f"{flag} must be an integer of at least 1, not {value!r}")
 
 
 def create_or_join(

@@ -77,7 +77,7 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
     given = environment.get
     if (host := given("MASTER_ADDR")) and (port := given("MASTER_PORT")):
         if not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
-            raise SearchError(f"MASTER_PORT is {port!r}; set this variable to a port from 1 to {_LAST_PORT}")
+            raise SearchError(f"MASTER_PORT must be in [1, {_LAST_PORT}], not {port!r}")
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):

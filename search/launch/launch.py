@@ -91,7 +91,7 @@ class LaunchConfig:
             ("--grace", self.grace, _MIN_GRACE_SECONDS, _MAX_GRACE_SECONDS),
         ):
             if not least <= number <= most:
-                raise SearchError(f"{option} must be from {least} to {most}, not {number}")
+                raise SearchError(f"{option} must be in [{least}, {most}], not {number}")
         self._check_gpus()
         if not _MEMORY.fullmatch(self.memory):
             raise SearchError(f"--memory {self.memory!r} is not a size; give a whole number with M, G or T, such as 8G")

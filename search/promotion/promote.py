@@ -218,5 +218,7 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
         state += f" ({reason})"
     best = summarise(study).best
-    instead = f"give a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    instead = (
+        f"give the number of a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    )
     raise SearchError(f"--trial {trial.number}: the trial {state}; {instead}")

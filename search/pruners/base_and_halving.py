@@ -217,7 +217,7 @@ class Halving:
         reached = len(others) + 1
         place = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
         if reached <= self.bootstrap_count:
-            why = f"number {reached} at {place}, where the first {self.bootstrap_count} are pruned (bootstrap_count)"
+            why = f"{place} prunes the first {self.bootstrap_count} trials (bootstrap_count); this is number {reached}"
             return case.prune(why, **details)
         # The first trials at a rung do not wait for other trials, so they are kept unless they are worse than others.
         promoted = max(1, reached // self.reduction_factor)
@@ -268,7 +268,7 @@ class PrunerSpec(RegisteredOptions):
 
     family: ClassVar[str] = "pruner"
     unsupported_reasons: ClassVar[Mapping[str, str]] = {
-        "wilcoxon": "its test needs independent measurements, such as folds, and epochs of one training are not "
+        "wilcoxon": "its test needs independent measurements, such as folds, but the epochs of one training are not "
         "independent; use 'median' or 'patient'"
     }
 

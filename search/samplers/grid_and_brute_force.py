@@ -50,7 +50,7 @@ class Grid(SamplerSpec):
             raise ValueError(f"{given!r} is not a table of lists; write {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):
-                raise ValueError(f"{name} has {value!r}, not a parameter value; use numbers, text, true, false or none")
+                raise ValueError(f"{name} has the invalid value {value!r}; use numbers, text, true, false or none")
         return {name: [_to_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")
@@ -77,16 +77,16 @@ class Grid(SamplerSpec):
                 with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                     objective.configure(space)
             except NotInSpaceError as error:
-                raise ValueError(f"sampler.search_space.{error.name}: {error.reason}") from None
+                raise ValueError(f"sampler.search_space: {error}") from None
             if missing := [name for name in space.values if name not in point]:
                 raise ValueError(
-                    f"sampler.search_space has no {missing[0]!r}, a parameter of {objective.name}: "
+                    f"sampler.search_space: parameter {missing[0]!r} of {objective.name} is missing; "
                     f"give its values as {missing[0]} = [...]"
                 )
             used |= set(space.values)
         if unused := [name for name in self.search_space if name not in used]:
             hint = suggest_names(unused[0], used)
-            raise ValueError(f"sampler.search_space.{unused[0]}: not a parameter of {objective.name}{hint}")
+            raise ValueError(f"sampler.search_space: parameter {unused[0]!r} does not exist in {objective.name}{hint}")
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
@@ -148,10 +148,10 @@ class BruteForce(SamplerSpec):
             with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                 count = sum(1 for _ in itertools.islice(configurations, _MAX + 1))
         except NotInSpaceError as error:
-            raise ValueError(f"sampler: brute_force cannot search {objective.name}: {error}") from None
+            raise ValueError(f"sampler brute_force cannot search {objective.name}: {error}") from None
         if count > _MAX:
             raise ValueError(
-                f"sampler: brute_force would run more than {_MAX} configurations of {objective.name}: "
+                f"sampler brute_force would run more than {_MAX} configurations of {objective.name}; "
                 "give its parameters fewer values, or use another sampler"
             )
         return self.model_copy(update={"configurations": count})
@@ -189,7 +189,7 @@ class _GridTrial(StudylessTrial):
 
     def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:
         if step is None and low < high:
-            raise NotInSpaceError(name, f"the range from {low} to {high} has infinitely many values; set a step")
+            raise NotInSpaceError(name, f"has infinitely many values in [{low}, {high}]; set a step")
         count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
         number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
         return number

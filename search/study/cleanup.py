@@ -147,8 +147,8 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
 
     size = sum(of_run.model_bytes + of_run.checkpoint_bytes for of_run in files.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in files))
-    front = "the front and " if study.spec.is_multi_objective else ""
-    kind = f"models and best checkpoints except those of {front}the best {keep_top}"
+    front = "the Pareto front and " if study.spec.is_multi_objective else ""
+    kind = f"models and best checkpoints except those of {front}the best {keep_top} trials"
     return [Garbage(study.spec.name, kind, numbers, size, "MLflow", remove)]
 
 

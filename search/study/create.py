@@ -105,8 +105,8 @@ def _load_earlier_study(storage: PostgresStorage, spec: StudySpec, name: str) ->
         study.require_search("give --warm-start {study} instead")
     if study.spec.direction != spec.direction:
         raise SearchError(
-            f"--warm-start {name}: the direction is {study.spec.direction} {study.spec.metric}, but the new study has "
-            f"{spec.direction} {spec.metric}; give a study with the same direction, or remove the option"
+            f"--warm-start {name}: this study is set to {study.spec.direction} {study.spec.metric}, but the new study "
+            f"to {spec.direction} {spec.metric}; give a study with the same direction, or remove the option"
         )
     return study
 
@@ -116,7 +116,9 @@ def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
-        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run the study first")
+        raise SearchError(
+            f"--warm-start {study.spec.name}: no trial of this study has reported a value; run the study first"
+        )
     return observed
 
 

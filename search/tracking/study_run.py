@@ -117,7 +117,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     except Exception as error:  # MLflow's client rejects requests with several types of errors
         if is_retryable(error):
             raise
-        log.warning("run %s: results of the finalists not logged (%s)", run, describe_error(error))
+        log.warning("MLflow run %s: results of the finalists not logged (%s)", run, describe_error(error))
 
 
 def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:

@@ -215,7 +215,10 @@ class TrialTracking:
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
         """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""
         if not self._tracker.outbox.has_space():
-            log.warning("trial %d: disk of the outbox full; files and model are not sent to MLflow", self._claim.number)
+            log.warning(
+                "trial %d: disk of the outbox folder is full; files and model are not sent to MLflow",
+                self._claim.number,
+            )
             return False
         stored = [self.journal.store_artifact(path) for path in files]
         stored += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []

@@ -137,6 +137,6 @@ class WorkerContext:
     def is_stopping(self) -> bool:
         """Return whether the worker should stop. The end of its fleet also stops the worker."""
         if not self.shutdown.is_shutting_down and self.is_fleet_gone is not None and self.is_fleet_gone():
-            log.warning("the hpsearch process of this worker has ended; the worker stops")
+            log.warning("the hpsearch process that started this worker has ended; the worker stops")
             self.shutdown.start()
         return self.shutdown.is_shutting_down

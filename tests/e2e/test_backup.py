@@ -73,7 +73,7 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     assert ", 0 registered models, " in said
     assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup.tar", "gate"], "nothing else is left"
-    assert f"{str(file)!r} already exists: give another path, or --force" in here("backup", str(file), code=2)
+    assert f"{str(file)!r} already exists; give another path, or --force" in here("backup", str(file), code=2)
 
     elsewhere = homes[1]
     said = here("restore", str(file), HPSEARCH_HOME=str(elsewhere))
@@ -93,7 +93,9 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     attempts = {trial.number: trial.user_attrs["hpsearch:attempt"] for trial in there.study(NAME).trials}
     resumed = {trial.number for trial in waiting}
     assert attempts == {number: 2 if number in resumed else 1 for number in range(TRIALS)}
-    assert "nothing is left" in there("sync", NAME), "it rebuilds trials that were not in MLflow at the backup"
+    assert "no unsent records are left" in there("sync", NAME), (
+        "it rebuilds trials that were not in MLflow at the backup"
+    )
     assert_runs_are_whole(there, before)
     promoted = there("promote", NAME)
     assert f"models:/{NAME}@champion (version 1)" in promoted

@@ -48,5 +48,5 @@ def test_a_search_without_a_default_configuration_and_with_an_invalid_file(cli: 
     file = tmp_path / "wrong.csv"
     file.write_text("lr\n0.1\n7\n")
     refused = cli("run", STARTED, "--name", "wrong.file", "--enqueue", str(file), code=2)
-    assert f"--enqueue {file}: line 3: lr: 7 is not in [0.01, 1.0]" in refused
+    assert f"--enqueue {file}: line 3: parameter 'lr' must be in [0.01, 1.0], not 7" in refused
     assert "wrong.file" not in cli("studies")

@@ -95,7 +95,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
             "other settings (directions: ",
         ),
-        (("promote", NAME, "--prefer", "speed"), "'speed' is not valid"),
+        (("promote", NAME, "--prefer", "speed"), "'speed' is not a condition"),
     ):
         *steps, line = cli(*command, code=2).splitlines()
         assert line.startswith("hpsearch: "), line

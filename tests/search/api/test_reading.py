@@ -134,8 +134,8 @@ def test_a_wrong_setting_is_an_error_before_services_start() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"n_trials": 0}, "n_trials is 0: it must be at least 1"),
-        ({"metric": ""}, "metric is '': it must have at least 1 character"),
+        ({"n_trials": 0}, "n_trials must be at least 1, not 0"),
+        ({"metric": ""}, "metric must have at least 1 character, not ''"),
         ({"warm_start": "a,a"}, "warm_start names a twice; remove one of them"),
         ({"n_trial": 5}, "create(n_trial=5): unknown argument; did you mean 'n_trials'?"),
         (
@@ -162,7 +162,7 @@ def test_an_invalid_objective_is_rejected() -> None:
     [
         ({"worker": 2}, "run(worker=2): unknown argument; did you mean 'workers'?"),
         ({"workers": "x"}, "run(workers='x') is invalid; give a number such as workers=2"),
-        ({"workers": 0, "lease": "x"}, "lease is 'x': it must be a valid number"),
+        ({"workers": 0, "lease": "x"}, "lease must be a valid number, not 'x'"),
     ],
 )
 def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any], said: str) -> None:

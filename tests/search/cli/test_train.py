@@ -243,7 +243,7 @@ MISTAKES = [
     (["train", "digits", "--set", "model.widht=3"], ["model.widht", "'width'"]),
     (["train", "digits", "--set", "model.kind=transformer"], ["transformer"]),
     (["train", "digits", "--set", "gradient_accumulation_steps=99"], ["gradient_accumulation_steps 99", "at most 16"]),
-    (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps 9999"]),
+    (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps must be", "9999"]),
     (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
     (["train", "digits", "--device", "toaster"], ["'toaster'"]),
     (["train", "digits", "--keep", "0"], ["--keep", "0"]),

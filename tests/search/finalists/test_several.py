@@ -248,14 +248,14 @@ def test_prefer_breaks_ties_by_another_metric(storage: PostgresStorage) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("latency", "'latency' is not valid"),
-        ("accuracy == 0.9", "'accuracy == 0.9' is not valid"),
+        ("latency", "'latency' is not a condition"),
+        ("accuracy == 0.9", "'accuracy == 0.9' is not a condition"),
         ("accuracy >= high", "'high' is not a number"),
         ("accuracy >= nan", "'nan' is not a number"),
-        ("", "'' is not valid"),
+        ("", "'' is not a condition"),
         ("accuracy >= 0.9 or latency_ms", "write conditions, then metrics"),
         ("accuracy >= 0.9 then", "with the metrics accuracy, latency_ms"),
-        ("accuracy >=", "'accuracy >=' is not valid"),
+        ("accuracy >=", "'accuracy >=' is not a condition"),
     ],
 )
 def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> None:
@@ -268,7 +268,7 @@ def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> Non
 
 
 def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
-    with pytest.raises(SearchError, match="has one metric, accuracy; replace --prefer by --trial"):
+    with pytest.raises(SearchError, match="has one metric, accuracy; replace --prefer with --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
     with pytest.raises(SearchError, match=r"has no trial to select: all complete trials .* --infeasible"):

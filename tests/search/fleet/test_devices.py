@@ -57,7 +57,7 @@ def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatc
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
         count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)
-    with pytest.raises(SearchError, match="--nodes is 0: it must be at least 1"):
+    with pytest.raises(SearchError, match="--nodes must be at least 1, not 0"):
         WorkerOptions(nodes=0)
 
 

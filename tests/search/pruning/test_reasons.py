@@ -80,14 +80,14 @@ FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
             {"name": "patient", "patience": 1, "min_delta": 0.1},
             "maximize",
             [0.2, 0.75, 0.5, 0.625],
-            "patient pruner at epoch 4 of 20: best accuracy 0.625 is below 0.65 since epoch 3; best before: 0.75",
+            "patient pruner at epoch 4 of 20: best accuracy 0.625 is below 0.65 since epoch 3; best value before: 0.75",
         ),
         (
             {"name": "patient", "patience": 0, "wrapped": {"name": "median", "n_warmup_steps": 1}},
             "maximize",
             [0.7, 0.2],
             "median pruner at epoch 2 of 20: best accuracy 0.7 is below 0.9, the median of 3 finished trials "
-            "at that epoch; best accuracy 0.2 is below 0.7 since epoch 2; best before: 0.7",
+            "at that epoch; best accuracy 0.2 is below 0.7 since epoch 2; best value before: 0.7",
         ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",

@@ -71,7 +71,7 @@ def test_constraints_are_parsed(given: Any) -> None:
         ({"directions": {"loss": "minimize", " loss ": "maximize"}}, "--directions names loss twice"),
         ({"directions": WAYS, "constraints": {"mb": "<= 1", "mb ": ">= 5"}}, "--constraints names mb twice"),
         ({"directions": WAYS, "metric": "loss"}, "--metric 'loss' is not in --directions"),
-        ({"directions": WAYS, "metric": "latency_ms"}, "must be the first in --directions"),
+        ({"directions": WAYS, "metric": "latency_ms"}, "must be first in --directions"),
         ({"directions": WAYS, "direction": "minimize"}, "remove --direction"),
         ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median supports a single metric"),
         ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband supports a single metric"),

@@ -128,7 +128,7 @@ THREE = {**WAYS, "parameters": "minimize"}
             ["directions: accuracy maximize, ", "parameters minimize, latency_ms minimize"],
         ),
         ({"constraints": "accuracy>=0.5"}, ["constraints: ", "-> accuracy >= 0.5"]),
-        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "must be the first in --directions"]),
+        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "must be first in --directions"]),
         ({"metric": "loss"}, ["--metric 'loss' is not in --directions accuracy, latency_ms, parameters"]),
         ({"direction": "minimize"}, ["--direction minimize", "remove --direction"]),
     ],

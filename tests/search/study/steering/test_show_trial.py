@@ -63,6 +63,6 @@ def test_show_trial_of_running_and_external_trials(say: Say, claims: Claims, stu
     elsewhere = say("show", "s", "--trial", "0")
     for nothing in ("parameters: none", "attempts: none", "epochs: none"):
         assert nothing in elsewhere
-    assert "--trial 7: study 's' has no such trial; it has the trials 0 to 1" in say(
+    assert "--trial 7: study 's' has no such trial; give a number from 0 to 1" in say(
         "show", "s", "--trial", "7", code=2
     )
