@@ -39,7 +39,7 @@ PACKAGES = (
     "objectives.training",
     "objectives.training.ranks",
     "objectives.training.reproducibility",
-    "objectives.training.config",
+    *("objectives.training.strategies.fsdp_settings", "objectives.training.config"),
     "objectives.training.optimizers",
     "objectives.training.data",
     "objectives.training.evaluation",
@@ -72,7 +72,6 @@ PACKAGES = (
     "search.fleet",
     "search.doctor",
     "search.run",
-    "search.dashboard",
     "search.api",
     "search.cli",
 )

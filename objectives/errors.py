@@ -50,10 +50,10 @@ def format_install_hint(error: BaseException) -> str:
         return ""
     if module in _FORMER_PACKAGES:
         return (
-            " (part of hpsearch: write `from hpsearch import Objective, Splits, TrainConfig`; put your own package "
-            "next to the objective's file)"
+            " (hpsearch has a package of this name: use `from hpsearch import Objective, Splits, TrainConfig`, or put "
+            "your own package in the folder of your objective file)"
         )
-    return f" (if it is a package: `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"
+    return f" (if it is a package, run `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"
 
 
 def format_install_command(package: str) -> str:
@@ -161,7 +161,9 @@ def require_package(package: str, objective: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ObjectiveError(f"{objective} needs {package}: {format_install_command(package)}") from error
+        raise ObjectiveError(
+            f"{objective} needs the package {package}; run {format_install_command(package)}"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -152,7 +152,7 @@ class BaseObjective(ABC):
 def _set_metric_from_directions(cls: type[BaseObjective]) -> None:
     directions = cls.directions
     if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
-        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary of 'maximize' or 'minimize' by metric")
+        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary such as {{'accuracy': 'maximize'}}")
     for name, value in directions.items():
         if value not in ("maximize", "minimize"):
             raise ObjectiveError(f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {value!r}")
@@ -180,8 +180,8 @@ class Objective(BaseObjective):
         metric: the validation metric to optimize: a metric of `metrics()` or `step`, or "loss".
         direction: "maximize" or "minimize".
         directions: direction by metric, for a multi-objective study. The first metric is also `metric`, which selects
-            the best epoch. The further metrics are validation metrics, metrics of `measures()`, or the model metrics
-            `latency_ms`, `model_mb`, `parameters` and `peak_memory_mb`.
+            the best epoch. The further metrics are validation metrics, metrics of `model_metrics()`, or the built-in
+            metrics `latency_ms`, `model_mb`, `parameters` and `peak_memory_mb`.
         constraints: bounds by metric, such as `{"model_mb": "<= 10"}`. A trial that violates a bound is infeasible.
         reported: metrics in addition to `metric` that every epoch must report; `set_reported_metrics` sets them.
         epochs: default number of epochs of a full trial.
@@ -301,7 +301,7 @@ class Objective(BaseObjective):
             return NoMetrics()
         return build_metrics(self.metric, train)
 
-    def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
+    def model_metrics(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.
 
         The metrics are reported under these names, and a study can optimize or bound them. If a value is NaN or
@@ -312,7 +312,7 @@ class Objective(BaseObjective):
             config: configuration of the trial.
 
         Example:
-            >>> def measures(self, model, config):
+            >>> def model_metrics(self, model, config):
             ...     weights = torch.cat([weight.flatten() for weight in model.parameters()])
             ...     return {"sparsity": float((weights.abs() < 1e-3).float().mean())}
         """
@@ -333,7 +333,9 @@ class Objective(BaseObjective):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is unknown; {suggest_names(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
-                raise ObjectiveError(f"direction {direction!r} is wrong for {metric}; use {DIRECTIONS[metric]!r}")
+                raise ObjectiveError(
+                    f"direction {direction!r} is wrong for metric {metric!r}; use {DIRECTIONS[metric]!r}"
+                )
         super().set_metric(metric, direction)
 
     def set_reported_metrics(self, names: Collection[str]) -> None:
@@ -341,18 +343,18 @@ class Objective(BaseObjective):
 
         Raises:
             MetricError: a name is neither in the built-in set of `metric` nor a model metric. If the class overrides
-                `metrics`, `step` or `measures`, the first evaluation checks the names instead.
+                `metrics`, `step` or `model_metrics`, the first evaluation checks the names instead.
         """
         from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
         super().set_reported_metrics(names)
-        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
+        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "model_metrics"):
             return
         known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:
             if name not in known:
                 hint = suggest_names(name, known)
-                raise MetricError(name, f"is not reported with {self.metric}; {hint}; or override metrics()")
+                raise MetricError(name, f"is not reported with metric {self.metric!r}; {hint}; or override metrics()")
 
     def default_config(self) -> TrainConfig:
         """Return the configuration of `defaults`; parameters without a default get the midpoint of their range.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
@@ -28,7 +28,7 @@ class TrialProtocol(Protocol):
         """Suggest one of the choices: None, bool, int, float or str."""
 
 
-class _StudylessTrial:
+class StudylessTrial:
     """Base class of trials without a study. `values` contains the suggested values by name."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _StudylessTrial:
         raise NotImplementedError
 
 
-class FixedTrial(_StudylessTrial):
+class FixedTrial(StudylessTrial):
     """Trial that returns given values, and for other parameters the midpoint of the range or the first choice.
 
     On a log scale, the midpoint is the geometric mean. A given value outside the search space raises NotInSpaceError.
@@ -85,22 +85,23 @@ class FixedTrial(_StudylessTrial):
         """
         for name in self.given:
             if name not in self.values:
-                raise NotInSpaceError(name, f"{owner} has no such parameter; {suggest_names(name, list(self.values))}")
+                raise NotInSpaceError(name, f"does not exist in {owner}; {suggest_names(name, list(self.values))}")
 
     def _choice(self, name: str, choices: Sequence[Any]) -> Any:
         value = self.given[name]
         for choice in choices:
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
                 return choice
-        raise NotInSpaceError(name, f"{value!r} is not one of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         value = self.given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise NotInSpaceError(name, f"{value!r} is not a number")
+            raise NotInSpaceError(name, f"must be a number, not {value!r}")
         steps = 0.0 if step is None else (value - low) / step
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
-            raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" with step {step}" if step else ""))
+            grid = f" with step {step}" if step else ""
+            raise NotInSpaceError(name, f"must be in [{low}, {high}]{grid}, not {value!r}")
         return value
 
 
@@ -114,11 +115,11 @@ class TextFixedTrial(FixedTrial):
                 return choice
             if isinstance(choice, int | float) and not isinstance(choice, bool) and _parse_number(text) == choice:
                 return choice
-        raise NotInSpaceError(name, f"{text!r} is not one of {', '.join(map(repr, choices))}")
+        raise NotInSpaceError(name, f"must be one of {', '.join(map(repr, choices))}, not {text!r}")
 
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
         if (number := _parse_number(self.given[name])) is None:
-            raise NotInSpaceError(name, f"{self.given[name]!r} is not a number")
+            raise NotInSpaceError(name, f"must be a number, not {self.given[name]!r}")
         return FixedTrial({name: number})._number(name, low, high, step)
 
 
@@ -134,53 +135,11 @@ def _parse_number(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """Error for a parameter or value that is not in the search space; the message is `name: reason`."""
+    """Error for a parameter or value that is not in the search space.
+
+    The message is `parameter NAME` followed by `reason`.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
+        super().__init__(f"parameter {name!r} {reason}")
         self.name, self.reason = name, reason
-
-
-def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
-    """Iterate over all combinations of the parameter values that `configure` requests.
-
-    Raises:
-        NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
-    """
-    indices: list[int] = []  # per parameter, the index of its next value
-    while True:
-        space = _GridTrial(indices)
-        configure(space)
-        yield space.values
-        indices = [*indices, *[0] * (len(space.counts) - len(indices))][: len(space.counts)]
-        while indices and indices[-1] + 1 == space.counts[len(indices) - 1]:
-            indices.pop()
-        if not indices:
-            return
-        indices[-1] += 1
-
-
-class _GridTrial(_StudylessTrial):
-    """Trial that returns, for each parameter, the grid value at a given index; without an index, the first value."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        super().__init__()
-        self._indices = indices
-        self.counts: list[int] = []
-
-    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:  # noqa: ARG002
-        if step is None and low < high:
-            raise NotInSpaceError(name, f"the range from {low} to {high} has infinitely many values; set a step")
-        count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
-        number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
-        return number
-
-    def _category(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggest(name, len(choices), lambda index: choices[index])
-
-    def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
-        if name in self.values:
-            return self.values[name]
-        position = len(self.counts)
-        self.counts.append(count)
-        return value(self._indices[position] if position < len(self._indices) else 0)

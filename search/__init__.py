@@ -2,6 +2,6 @@
 
 if __name__ != "hpsearch.search":
     raise ImportError(
-        f"the package {__name__!r} of this folder is part of hpsearch: write `from hpsearch import Study`; "
-        f"put your own package {__name__!r} next to the objective's file"
+        f"package {__name__!r} in {__path__[0]!r} belongs to hpsearch; use `from hpsearch import Study` instead, "
+        f"or put your own package {__name__!r} in the folder of your objective file"
     )

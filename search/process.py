@@ -202,7 +202,7 @@ class GracefulShutdown:
         self._since: float | None = None
         self._job_end = _job_end()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the shutdown."""
         if self._since is None:
             self._since = time.monotonic()
@@ -212,9 +212,9 @@ class GracefulShutdown:
         """Whether the graceful shutdown has begun, so that the worker has to stop."""
         if self._since is None and self._stop.is_set():
             self._since = getattr(self._stop, "since", None)
-            self.begin()
+            self.start()
         elif time.monotonic() >= self._until:
-            self.begin()
+            self.start()
         return self._since is not None
 
     def seconds_left(self) -> float:

@@ -26,7 +26,7 @@ WORKER = "hpsearch:worker"  # current or last worker
 REASON = "hpsearch:reason"  # reason for the final state, as text
 INFEASIBLE = "hpsearch:infeasible"  # the trial diverged or ran out of memory; PRUNED in Optuna, counted separately
 VIOLATIONS = "hpsearch:out_of_bounds"  # violated constraints, one line each; such a trial cannot be promoted
-PRUNING = "hpsearch:pruning"  # evidence for pruning: the fields of a Decision of search.pruners.base
+PRUNING = "hpsearch:pruning"  # evidence for pruning: the fields of a Decision of search.pruners.base_and_halving
 BUDGET_CUT = "hpsearch:cut"  # the budget was spent while the trial ran; the trial resumes if the budget grows
 RUNG = "hpsearch:rung"  # last pause: rung, epoch (from 0), rank, number of trials at the rung
 DEVICE_SPEED = "hpsearch:pace"  # trials on several devices: median over the epochs of each speed metric, by name
@@ -37,7 +37,7 @@ PENDING = "pending"  # prefix of TRACKING while records are in the outbox
 REMOVED_BY = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint
 PARENT_TRIAL = "hpsearch:finalist_of"  # finalists: the trial of the search that is retrained
 TRAINING_SEED = "hpsearch:seed"  # finalists: the seed of the training
-RESPLIT_SCORE = "hpsearch:fresh"  # finalists on a new split: the result of ResplitScore.record()
+RESPLIT_SCORE = "hpsearch:fresh"  # finalists on a new split: the result of ResplitScore.to_record()
 REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss"} of the last epoch
 
 # Attributes of multi-objective trials as samplers receive them; not stored.

@@ -68,7 +68,7 @@ def serve_dashboard(
         )  # fmt: skip
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise StorageError(f"--port {port} is in use on {host}: choose another port") from None
+            raise StorageError(f"--port {port} is in use on {host}; choose another port") from None
         raise StorageError(f"cannot listen on --host {host!r} --port {port} ({error})") from None
     server.run()
 

@@ -35,9 +35,9 @@ def prepare_home(value: str | None = None) -> Path:
             home.chmod(0o711 if os.geteuid() == 0 else 0o700)
     except (OSError, ValueError) as error:
         cause = format_os_error(error)
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be created ({cause}): {_REMEDY}") from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be created ({cause}); {_REMEDY}") from None
     if not home.is_dir():
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not a folder: {_REMEDY}")
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not a folder; {_REMEDY}")
     check_writable(home)
     try:
         for name in FOLDERS:
@@ -79,11 +79,11 @@ def find_known_homes() -> list[Path]:
 def check_writable(home: Path) -> None:
     """Check that this user may write to `home`, and owns the stack in it; raises StorageError otherwise."""
     if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user: {_REMEDY}")
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user; {_REMEDY}")
     state = home / STATE_FILE
     if state.exists() and state.stat().st_uid != os.geteuid():
         raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}: run as that user, or {_REMEDY}"
+            f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}; run as that user, or {_REMEDY}"
         )
 
 
@@ -97,7 +97,7 @@ def resolve_home(value: str | None = None) -> Path:
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user
-            raise StorageError(f"{HOME_VARIABLE} {chosen!r} names an unknown user: {_REMEDY}") from None
+            raise StorageError(f"{HOME_VARIABLE} {chosen!r} names an unknown user; {_REMEDY}") from None
     if os.geteuid() == 0:
         return Path("/var/lib/hpsearch")
     import platformdirs

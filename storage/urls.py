@@ -44,9 +44,9 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     url = url.strip()
     example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
     if not url:
-        raise StorageError(f"{setting} is empty: {example}, or omit the setting to use the embedded Postgres")
+        raise StorageError(f"{setting} is empty; {example}, or omit the setting to use the embedded Postgres")
     if not _POSTGRES.match(url):
-        raise StorageError(f"{setting} {redact(url)!r} is not a Postgres URL: {example}")
+        raise StorageError(f"{setting} {redact(url)!r} is not a Postgres URL; {example}")
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -57,10 +57,10 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     except (ArgumentError, ValueError):
         # `from None`: the text of the cause contains the password.
         raise StorageError(
-            f"{setting} {redact(url)!r} cannot be parsed: {example}, with @ : / % in the password written as %40 etc."
+            f"{setting} {redact(url)!r} cannot be parsed; {example}, with @ : / % in the password written as %40 etc."
         ) from None
     if not parsed.database and "dbname" not in parsed.query and "service" not in parsed.query:
-        raise StorageError(f"{setting} {redact(url)!r} contains no database name: {example}")
+        raise StorageError(f"{setting} {redact(url)!r} contains no database name; {example}")
     return parsed.set(drivername=DRIVER).render_as_string(hide_password=False)
 
 

@@ -16,7 +16,7 @@ from benchmarks.search_quality.optuna_study import OptunaStudy
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.simulation import Work
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.base import PruningContext
+from hpsearch.search.pruners.base_and_halving import PruningContext
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
 

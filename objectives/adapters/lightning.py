@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -19,13 +19,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DistributedSampler
 
-from hpsearch.objectives.adapters.names import remove_prefixes
+from hpsearch.objectives.custom_loop.loop_trial import LoopTrial, remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _QUIET: dict[str, Any] = {
     "logger": False,
@@ -63,7 +60,7 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         ObjectiveError: `trainer` contains an argument that the trial sets.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in trainer]:
-        raise ObjectiveError(f"fit(): the trial sets {rejected[0]}; remove the argument")
+        raise ObjectiveError(f"fit(): hpsearch sets the Trainer argument {rejected[0]!r}; remove it from the call")
     memory = _Memory(trial.state)
     settings = {
         **_QUIET,
@@ -171,7 +168,10 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type
         """Start the trial's next epoch, which seeds the global random generators, and seed the loaders' generators."""
         epoch = next(self._epochs)
         if epoch != trainer.current_epoch:
-            raise ObjectiveError(f"fit() trains epoch {trainer.current_epoch + 1}, not {epoch + 1}; call fit() once")
+            raise ObjectiveError(
+                f"fit() starts at epoch {trainer.current_epoch + 1}, but the next epoch of the trial is {epoch + 1}; "
+                "call fit() only once per trial"
+            )
         for number, loader in enumerate(CombinedLoader(trainer.train_dataloader, "max_size").flattened):
             for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if holder is not None and hasattr(holder, "generator"):

@@ -6,19 +6,16 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hpsearch.objectives.adapters.names import remove_prefixes
+from hpsearch.objectives.custom_loop.loop_trial import LoopTrial, remove_prefixes
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.custom_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
 _SET_BY_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")
@@ -37,7 +34,9 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
             device.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
-        raise ObjectiveError(f"training_arguments(): the trial sets {rejected[0]}; remove the argument")
+        raise ObjectiveError(
+            f"training_arguments(): hpsearch sets the argument {rejected[0]!r}; remove it from the call"
+        )
     seed = derive_seed(trial.seed, "transformers") % 2**31
     defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(
@@ -74,7 +73,7 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
     """
     arguments = trainer.args
     if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
-        raise ObjectiveError("train(): the Trainer needs args=training_arguments(trial, ...)")
+        raise ObjectiveError("train() needs a Trainer that was created with args=training_arguments(trial, ...)")
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(_EpochReporter(trial, trainer.model))

@@ -101,7 +101,7 @@ def config_to_json(config: Any, what: str) -> Any:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ObjectiveError(f"{what}: {name} must be a JSON value, not {value!r}") from error
+            raise ObjectiveError(f"{what}: {name!r} must be a JSON value, not {value!r}") from error
     return json.loads(json.dumps(values))
 
 
@@ -145,7 +145,7 @@ class FunctionObjective(LoopObjective):
             type(self).function(recorder)
         except _TrainingReached:
             return recorder.values
-        raise ObjectiveError(f"{self.name} does not train; iterate over trial.epochs() and report each epoch")
+        raise ObjectiveError(f"{self.name} ended without training; iterate over trial.epochs() and report each epoch")
 
     def run(self, trial: LoopTrial) -> None:
         """Call the function with a trial whose `suggest_*` methods return the trial's configuration."""

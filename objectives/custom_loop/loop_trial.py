@@ -259,6 +259,12 @@ def _add_val_prefix(name: str) -> str:
     return name if name == "lr" or name.startswith(("train_", "val_")) else f"val_{name}"
 
 
+def remove_prefixes(metrics: Mapping[str, float], part: str) -> dict[str, float]:
+    """Remove the prefixes `PART_` and `PART/`, such as `val_`, from metric names; replace any other `/` by `_`."""
+    plain = [(name.replace("/", "_"), value) for name, value in metrics.items()]
+    return {name.removeprefix(f"{part}_") or name: value for name, value in plain}
+
+
 def _copy_to_cpu(tree: Any) -> Any:
     """Copy the tensors of a tree to the CPU, so that further training does not change the copies."""
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
@@ -271,13 +277,15 @@ def _to_floats(metrics: Any) -> dict[str, float]:
         ObjectiveError: `metrics` is not a dictionary, or a value is not one number.
     """
     if not isinstance(metrics, Mapping):
-        raise ObjectiveError(f"trial.report needs a dictionary of numbers by name, not {type(metrics).__name__}")
+        raise ObjectiveError(
+            f"trial.report needs a dictionary such as {{'accuracy': 0.9}}, not {type(metrics).__name__}"
+        )
     found = {}
     for name, value in metrics.items():
         size = value.numel() if isinstance(value, Tensor) else np.size(value)
         if not isinstance(value, (Real, Tensor, np.ndarray)) or size != 1:
             what = f"a {type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
-            raise ObjectiveError(f"trial.report: {name} must be one number, not {what}")
+            raise ObjectiveError(f"trial.report: {name!r} must be one number, not {what}")
         found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
     return found
 
@@ -293,4 +301,4 @@ def check_serializable(tree: Any, what: str) -> None:
         if not isinstance(value, (Tensor, bool, int, float, str, bytes, type(None))):
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
-            raise ObjectiveError(f"trial.report: {name} is a {kind}, which a checkpoint cannot hold; {remedy}")
+            raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")

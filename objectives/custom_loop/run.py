@@ -55,9 +55,9 @@ def reset_distributed_state() -> None:
 
 _MAX_PANELS = 8  # maximum number of panels in the plot of curves; metrics.jsonl has the other metrics
 _NOT_CHECKED = """\
-The objective has a custom training loop, which is responsible for splitting the data (by `trial.split_seed`, the same
-for every trial), for not using the test set, and for random numbers before the first of `trial.epochs()`, which a
-resumed trial draws again. hpsearch did not check gradients, leakage and overfitting."""
+The objective has a custom training loop. hpsearch did not check its gradients, and did not look for leakage and
+overfitting. The loop must split the data with `trial.split_seed`, which is the same for every trial, and must not use
+the test set. A resumed trial repeats the code before `trial.epochs()` with the same random numbers."""
 
 
 def write_loop_report(
@@ -232,7 +232,7 @@ class LoopRun(BaseLoopRun):
             require_same_run(restored, identity)
             self.curve.load_state_dict(restored)
             if changed := describe_differences(restored["environment"], self.settings["environment"]):
-                self.resume_notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
+                self.resume_notes.append(f"results after epoch {self.curve.next_epoch} may differ: {changed}")
             self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.resume_notes]))
         changes = read_changes(source) if self.ranks.is_rank_zero else ""
         verdict = self._open(self.curve, self.settings, changes, resumed_at=0 if restored else None)

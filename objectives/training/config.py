@@ -8,7 +8,6 @@ import json
 import numbers
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -17,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from hpsearch.former_names import translate_training_config
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
+from hpsearch.objectives.training.strategies.fsdp_settings import check_fsdp_settings
 
 # `hpsearch.objectives.training.optimizers` builds them by these names.
 BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
@@ -30,7 +30,6 @@ WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
-_UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need unsharded weights
 
 CHOICES_BY_SETTING = {
     "optimizer": OPTIMIZERS,
@@ -44,14 +43,14 @@ CHOICES_BY_SETTING = {
 }
 
 
-def about(text: str, **bounds: Any) -> Any:
+def field(text: str, **bounds: Any) -> Any:
     """Return the pydantic field of a setting with a description, and bounds of its value: `gt`, `ge`, `lt`, `le`."""
     return Field(description=text, **bounds)
 
 
-def one_of(names: tuple[str, ...], text: str = "") -> Any:
+def choice(names: tuple[str, ...], text: str = "") -> Any:
     """Return the pydantic field of a setting whose value is one of `names`."""
-    return about(f"one of {', '.join(names)}" + (f": {text}" if text else ""))
+    return field(f"one of {', '.join(names)}" + (f": {text}" if text else ""))
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
@@ -64,62 +63,66 @@ class TrainConfig:
         ObjectiveError: a value is invalid; the message has the setting, the value and the valid values.
     """
 
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
-    base_optimizer: Annotated[str, one_of(BASE_OPTIMIZERS, "wrapped by lookahead and sam")] = "adamw"
-    lr: Annotated[float, about("peak learning rate", gt=0)] = 1e-3
-    weight_decay: Annotated[float, about("weight decay, decoupled if possible; not for biases and norms", ge=0)] = 0.01
-    layer_decay: Annotated[float, about("learning rate of each layer, relative to the next layer's", gt=0, le=1)] = 1.0
-    momentum: Annotated[float, about("momentum of SGD, RMSprop, Muon and LARS", ge=0, lt=1)] = 0.9
-    nesterov: Annotated[bool, about("Nesterov momentum of SGD and LARS")] = False
-    beta1: Annotated[float, about("first beta of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, about("second beta of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.999
-    lookahead_steps: Annotated[int, about('with "lookahead": steps between updates of the slow weights', ge=1)] = 5
-    lookahead_alpha: Annotated[float, about('with "lookahead": step size of the slow weights', gt=0, le=1)] = 0.5
-    sam_rho: Annotated[float, about("radius of the neighborhood in which SAM maximizes the loss", gt=0)] = 0.05
-    batch_size: Annotated[int, about("samples per micro-batch over all devices", ge=1)] = 64
+    optimizer: Annotated[str, choice(OPTIMIZERS)] = "adamw"
+    base_optimizer: Annotated[str, choice(BASE_OPTIMIZERS, "optimizer that lookahead and sam wrap")] = "adamw"
+    lr: Annotated[float, field("peak learning rate", gt=0)] = 1e-3
+    weight_decay: Annotated[float, field("weight decay, decoupled if possible; not for biases and norms", ge=0)] = 0.01
+    layer_decay: Annotated[float, field("learning rate of each layer, relative to the next layer's", gt=0, le=1)] = 1.0
+    momentum: Annotated[float, field("momentum of SGD, RMSprop, Muon and LARS", ge=0, lt=1)] = 0.9
+    nesterov: Annotated[bool, field("Nesterov momentum of SGD and LARS")] = False
+    beta1: Annotated[float, field("first beta of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, field("second beta of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.999
+    lookahead_steps: Annotated[int, field('with "lookahead": steps between updates of the slow weights', ge=1)] = 5
+    lookahead_alpha: Annotated[float, field('with "lookahead": step size of the slow weights', gt=0, le=1)] = 0.5
+    sam_rho: Annotated[float, field("radius of the neighborhood in which SAM maximizes the loss", gt=0)] = 0.05
+    batch_size: Annotated[int, field("samples per micro-batch, summed over all devices", ge=1)] = 64
     gradient_accumulation_steps: Annotated[
-        int, about("micro-batches per optimizer step; the loss is the mean over all samples", ge=1)
+        int, field("micro-batches per optimizer step; the loss is the mean over all samples", ge=1)
     ] = 1
-    drop_last: Annotated[bool, about("omit the short last micro-batch of an epoch, unless it is the only one")] = True
+    drop_last: Annotated[bool, field("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
-        int | None, about("loader processes; 0 loads in the training process; None keeps the data on the device", ge=0)
+        int | None, field("loader processes; 0 loads in the training process; None keeps the data on the device", ge=0)
     ] = None
-    schedule: Annotated[str, one_of(SCHEDULES)] = "cosine"
-    warmup: Annotated[str, one_of(WARMUPS, "shape of the warm-up")] = "linear"
-    warmup_fraction: Annotated[float, about("warm-up as a share of all optimizer steps", ge=0, lt=1)] = 0.05
-    warmup_steps: Annotated[int | None, about("warm-up in optimizer steps; None uses `warmup_fraction`", ge=0)] = None
-    min_lr_fraction: Annotated[float, about("final learning rate of a decay, relative to the peak", ge=0, le=1)] = 0.0
-    decay_factor: Annotated[float, about('factor of each reduction by "step" and "plateau"', gt=0, lt=1)] = 0.1
-    decay_epochs: Annotated[int | None, about('with "step": epochs per reduction; None is 1/3 of the run', ge=1)] = None
-    plateau_patience: Annotated[int, about('with "plateau": epochs without improvement before a reduction', ge=0)] = 3
-    cycles: Annotated[int, about('with "cosine_restarts": number of cycles', ge=1)] = 3
-    power: Annotated[float, about('with "polynomial": exponent of the decay', gt=0)] = 1.0
-    clip_grad_norm: Annotated[float | None, about("maximum gradient norm of a step; None does not clip", gt=0)] = 1.0
-    clip_grad_value: Annotated[float | None, about("maximum absolute gradient value; None does not clip", gt=0)] = None
-    label_smoothing: Annotated[float, about("label smoothing of the default loss", ge=0, lt=1)] = 0.0
-    ema_decay: Annotated[float | None, about("decay of the evaluated weight average (EMA), or None", ge=0, lt=1)] = None
-    swa_fraction: Annotated[float | None, about("share of last epochs to average (SWA), or None", gt=0, le=1)] = None
-    patience: Annotated[int | None, about("maximum epochs without improvement; None for no limit", ge=1)] = None
-    precision: Annotated[str, one_of(PRECISIONS, "autocast type; fp16 uses loss scaling")] = "fp32"
-    matmul_precision: Annotated[str, one_of(MATMUL_PRECISIONS, "precision of fp32 matrix products")] = "high"
-    deterministic: Annotated[bool, about("use deterministic kernels only; an operation without one fails")] = True
-    compile: Annotated[bool, about("use torch.compile; if it fails, log the reason and continue without it")] = False
-    channels_last: Annotated[bool, about("use channels-last memory format for [n, c, h, w], faster on GPUs")] = False
-    activation_checkpointing: Annotated[bool, about("recompute activations in backward passes to save memory")] = False
-    eval_batch_size: Annotated[int | None, about("samples per evaluation batch; None is 4 * `batch_size`", ge=1)] = None
+    schedule: Annotated[str, choice(SCHEDULES)] = "cosine"
+    warmup: Annotated[str, choice(WARMUPS, "shape of the warm-up")] = "linear"
+    warmup_fraction: Annotated[float, field("warm-up as a share of all optimizer steps", ge=0, lt=1)] = 0.05
+    warmup_steps: Annotated[int | None, field("warm-up in optimizer steps; None uses `warmup_fraction`", ge=0)] = None
+    min_lr_fraction: Annotated[float, field("final learning rate of a decay, relative to the peak", ge=0, le=1)] = 0.0
+    decay_factor: Annotated[
+        float, field('factor of each reduction of the learning rate by "step" and "plateau"', gt=0, lt=1)
+    ] = 0.1
+    decay_epochs: Annotated[
+        int | None, field('with "step": epochs between reductions; None is 1/3 of the run', ge=1)
+    ] = None
+    plateau_patience: Annotated[int, field('with "plateau": epochs without improvement before a reduction', ge=0)] = 3
+    cycles: Annotated[int, field('with "cosine_restarts": number of cycles', ge=1)] = 3
+    power: Annotated[float, field('with "polynomial": exponent of the decay', gt=0)] = 1.0
+    clip_grad_norm: Annotated[float | None, field("maximum gradient norm of a step; None does not clip", gt=0)] = 1.0
+    clip_grad_value: Annotated[float | None, field("maximum absolute gradient value; None does not clip", gt=0)] = None
+    label_smoothing: Annotated[float, field("label smoothing of the default loss", ge=0, lt=1)] = 0.0
+    ema_decay: Annotated[float | None, field("decay of the evaluated weight average (EMA), or None", ge=0, lt=1)] = None
+    swa_fraction: Annotated[float | None, field("share of last epochs to average (SWA), or None", gt=0, le=1)] = None
+    patience: Annotated[int | None, field("maximum epochs without improvement; None for no limit", ge=1)] = None
+    precision: Annotated[str, choice(PRECISIONS, "autocast type; fp16 uses loss scaling")] = "fp32"
+    matmul_precision: Annotated[str, choice(MATMUL_PRECISIONS, "precision of fp32 matrix products")] = "high"
+    deterministic: Annotated[bool, field("use deterministic kernels only; an operation without one fails")] = True
+    compile: Annotated[bool, field("use torch.compile; if it fails, log the reason and continue without it")] = False
+    channels_last: Annotated[bool, field("use channels-last memory format for [n, c, h, w], faster on GPUs")] = False
+    activation_checkpointing: Annotated[bool, field("recompute activations in backward passes to save memory")] = False
+    eval_batch_size: Annotated[int | None, field("samples per evaluation batch; None is 4 * `batch_size`", ge=1)] = None
     log_every: Annotated[
-        int | None, about("steps between records of loss and gradient norms after step 20; None for no records", ge=1)
+        int | None, field("steps between records of loss and gradient norms after step 20; None for no records", ge=1)
     ] = 50
-    validate_every: Annotated[int | None, about("steps between validations in an epoch; None for none", ge=1)] = None
-    strategy: Annotated[str, one_of(STRATEGIES, "distribution of a model over several devices")] = "ddp"
-    lr_scaling: Annotated[str, one_of(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
-    cpu_offload: Annotated[bool, about('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False
+    validate_every: Annotated[int | None, field("steps between validations in an epoch; None for none", ge=1)] = None
+    strategy: Annotated[str, choice(STRATEGIES, "distribution of a model over several devices")] = "ddp"
+    lr_scaling: Annotated[str, choice(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
+    cpu_offload: Annotated[bool, field('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False
     shard_checkpoint_above_gib: Annotated[
-        float, about('with "fsdp": GiB of state above which checkpoints are sharded', ge=0)
+        float, field('with "fsdp": GiB of state above which checkpoints are sharded', ge=0)
     ] = 4.0
     model: Annotated[
-        dict[str, Any], about("hyperparameters of the model, which the objective defines: JSON values by name")
-    ] = field(default_factory=dict)
+        dict[str, Any], field("hyperparameters that the objective passes to its model: a dictionary of JSON values")
+    ] = dataclasses.field(default_factory=dict)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -149,7 +152,7 @@ class TrainConfig:
         except (TypeError, ValueError):
             is_same = False
         if not is_same:
-            raise ObjectiveError(f"model must be a dictionary of JSON values by name, not {value!r}")
+            raise ObjectiveError(f"model must be a dictionary of JSON values with string keys, not {value!r}")
         return copied
 
     @field_validator(*CHOICES_BY_SETTING)
@@ -169,22 +172,8 @@ class TrainConfig:
             raise ObjectiveError("clip_grad_value cannot be combined with clip_grad_norm; set clip_grad_norm=None")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction cannot be combined; set one of the two to None")
-        if self.cpu_offload and self.strategy != "fsdp":
-            raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
-        if self.strategy == "fsdp":
-            self._check_fsdp()
+        check_fsdp_settings(self)
         return self
-
-    def _check_fsdp(self) -> None:
-        if self.optimizer in _UNSHARDABLE_OPTIMIZERS:
-            raise ObjectiveError(
-                f"optimizer={self.optimizer!r} needs unsharded weights, but strategy='fsdp' shards them; use 'adamw', "
-                "'muon' or another optimizer, or strategy='ddp'"
-            )
-        if self.channels_last:
-            raise ObjectiveError("channels_last=True is not available with strategy='fsdp'; set channels_last=False")
-        if self.precision == "fp16":
-            raise ObjectiveError("precision='fp16' is not available with strategy='fsdp'; use 'bf16' or strategy='ddp'")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
@@ -269,7 +258,7 @@ class RunPlan:
         if self.epochs < 1:
             raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
         if self.refit is not None and not 1 <= self.refit <= self.epochs:
-            raise ObjectiveError(f"refit must be from 1 to epochs={self.epochs}, not {self.refit}")
+            raise ObjectiveError(f"refit must be in [1, epochs={self.epochs}], not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:
             raise ObjectiveError("a refit trains on both splits and cannot have a resplit_seed; set resplit_seed=None")
 

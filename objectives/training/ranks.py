@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from hpsearch.objectives.errors import ObjectiveError
 
 T = TypeVar("T")
+Rows = TypeVar("Rows", Tensor, range)
 
 TIMEOUT_SECONDS = 30.0  # seconds within which all ranks must reach a collective of the training
 _CPU_GROUP_TIMEOUT = timedelta(days=7)  # ranks wait here while rank 0 loads data or stores a model
@@ -69,7 +70,7 @@ class Ranks:
         """Whether this is rank 0, the only rank that uses the study and writes files."""
         return self.rank == 0
 
-    def shard_rows(self, rows: Tensor) -> Tensor:
+    def select_own_rows(self, rows: Rows) -> Rows:
         """Return this rank's share of the rows [n]; it is empty for some ranks if there are fewer rows than ranks."""
         return rows if self.is_single_process else rows[self.rank :: self.world_size]
 

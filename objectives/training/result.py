@@ -66,7 +66,7 @@ class ResplitScore:
     has_new_split: bool
     sizes: tuple[int, int, int]
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the score as plain values, for storage."""
         scores = {"value": self.value, "error": self.error, "epochs": list(self.epochs)}
         return {**scores, "divided": self.has_new_split, "sizes": list(self.sizes)}

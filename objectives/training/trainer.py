@@ -284,7 +284,7 @@ class Trainer(BaseTrainer):
         where = str(self.device)
         if not self.ranks.is_single_process:
             where = f"{self.ranks.world_size} devices ({self.device}, {run.strategy.name})"
-        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, format_metrics(untrained))
+        self.files.log.info("%s on %s, before training: %s", self.objective.name, where, format_metrics(untrained))
         for note in [*run.resume_notes, *list_config_warnings(run)]:
             self.files.log.warning("%s", note)
         return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,21 @@ from mlflow.exceptions import MlflowException
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.api.opening import sync_mlflow_promotions, update_mlflow
-from hpsearch.search.console import format_command, pluralize
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import refresh_evidence
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import find_waiting_reasons
+from hpsearch.search.report.trials import find_waiting_reasons
 from hpsearch.search.services import Services
-from hpsearch.search.study.checkpoints import open_removable_checkpoints
-from hpsearch.search.study.control import count_running
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.study import (
-    StoredStudy,
-    find_tracking_uri,
-    get_outbox_folder,
-    get_report_path,
-    get_runs_folder,
-    load_study,
-    open_study_tracking,
-)
+from hpsearch.search.study.study import StoredStudy, find_tracking_uri, get_report_path, open_study_tracking
 from hpsearch.search.study.summary import list_violations, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError, read_test_evaluation
-from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
+from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
@@ -83,7 +71,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     if isinstance(objective, str):
         return objective
     if not isinstance(objective, type):
-        raise SearchError(f"objective is {objective!r}; give a name such as 'digits' or 'wine.py', or a class")
+        raise SearchError(f"objective={objective!r} is invalid; give a name such as 'digits' or 'wine.py', or a class")
     name, module = objective.__name__, objective.__module__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not objective:
         file = f"{name.lower()}.py"
@@ -175,59 +163,3 @@ def evaluate_test_set(
 def _as_search_error(study: StoredStudy, error: AlreadyEvaluatedError) -> SearchError:
     name = study.spec.name
     return SearchError(f"study {name!r}: {error}; see the scores with {format_command('show', name)}")
-
-
-def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
-    """Return the studies to delete, in this order: finalist studies, refit studies, and the search.
-
-    The search is last, because its id is needed to find its finalist and refit studies.
-
-    Raises:
-        SearchError: one of the studies has running trials.
-    """
-    names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
-    companions = [load_study(study.storage, name) for some in names for name in some]
-    for each in (study, *companions):
-        if running := count_running(each):
-            raise SearchError(
-                f"study {each.spec.name!r} has {pluralize(running, 'running trial')}; "
-                f"stop the study first with {format_command('stop', each.spec.name)}"
-            )
-    return [*companions, study]
-
-
-def describe_deletion(study: StoredStudy) -> str:
-    """Return a text that lists what `delete_study` would delete, for the confirmation prompt.
-
-    Raises:
-        SearchError: trials of the study, its finalists or its refits are running.
-    """
-    items = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
-    items += ", its finalists" if len(list_studies_to_delete(study)) > 1 else ""
-    evaluation = read_test_evaluation(study.engine, study.study_id)
-    return items + (", and the record of its test evaluation" if evaluation else "")
-
-
-def delete_study(services: Services, study: StoredStudy) -> list[str]:
-    """Delete a study with its finalist and refit studies, checkpoints and local files; return the deleted names.
-
-    Raises:
-        SearchError: trials of the study, its finalists or its refits are running, or the study's folder or checkpoint
-            URL is not one that this command may remove. Nothing was deleted then.
-        StorageError: the checkpoint store does not answer.
-    """
-    deleted = list_studies_to_delete(study)
-    removable = {
-        each.study_id: (
-            open_removable_checkpoints(each, services.home, services.checkpoint_url),
-            (get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)),
-        )
-        for each in deleted
-    }
-    for each in deleted:
-        checkpoints, folders = removable[each.study_id]
-        each.storage.delete_study(each.study_id)
-        checkpoints.delete()
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    return [each.spec.name for each in deleted]

@@ -31,7 +31,7 @@ def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Trac
     try:
         update(open_study_tracking(services, study))
     except Exception as error:  # an unavailable server must not hide that the study has already changed
-        print_warning(f"MLflow was not updated ({describe_error(error)}); workers update it when they run trials")
+        print_warning(f"MLflow was not updated ({describe_error(error)}); the study's workers update it later")
 
 
 def print_warning(message: str) -> None:

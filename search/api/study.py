@@ -208,13 +208,13 @@ class Study:
         from hpsearch.search.worker.lifecycle import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
-            raise SearchError(f"run_worker(devices={devices}) is not available; use run(devices={devices})")
+            raise SearchError(f"run_worker(devices={devices}) is not available; call run(devices={devices}) instead")
         options = self._parse(self.run_worker, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
             code = run_worker(self.name, options, stop)
-        reason = f"the worker gave up (exit code {code}); see its log, and `describe_trial` of the failed trials"
+        reason = f"the worker gave up (exit code {code}); see its log, and call describe_trial(N) for failed trials"
         _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (reason,))
         return self.summary()
 
@@ -272,7 +272,9 @@ class Study:
             assert study.best_trial.value == max(trial.value for trial in study.trials)
         """
         if (best := self.summary().best) is None:
-            raise SearchError(f"study {self.name!r} has no complete trial within its constraints yet; run more trials")
+            raise SearchError(
+                f"study {self.name!r} has no complete trial that satisfies its constraints yet; run more trials"
+            )
         return best
 
     @property
@@ -321,7 +323,7 @@ class Study:
         import io
 
         from hpsearch.search.console import PlainConsole
-        from hpsearch.search.report.show import print_trial
+        from hpsearch.search.report.show_trial import print_trial
 
         page = PlainConsole(file=io.StringIO(), force_jupyter=False, width=120, soft_wrap=False)
         with page.capture() as text:
@@ -432,7 +434,7 @@ class Study:
 
         amounts = {setting: str(amount) for setting, amount in budgets.items() if amount is not None}
         if len(amounts) != 1:
-            raise SearchError("extend exactly one budget: --trials, --budget-epochs or --budget-seconds")
+            raise SearchError("give exactly one budget: --trials, --budget-epochs or --budget-seconds")
         [(setting, amount)] = amounts.items()
         stored = self._stored
         rows = [] if enqueue is None else _rows(stored, enqueue)
@@ -685,7 +687,7 @@ class Study:
         if not dry_run:
             problems += remove_garbage(found)[1]
         for problem in problems:
-            print_warning(problem)
+            print_warning(f"study {problem}")
         return found
 
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
@@ -724,10 +726,11 @@ def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
     Example:
         assert delete_study("example") == ["example.finalists", "example.refit", "example"]
     """
-    from hpsearch.search.api import actions, opening
+    from hpsearch.search.api import opening
+    from hpsearch.search.study import cleanup
 
     stored, services = opening.open_study(name, where)
-    return actions.delete_study(services, stored)
+    return cleanup.delete_study(services, stored)
 
 
 def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:

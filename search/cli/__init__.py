@@ -61,7 +61,7 @@ def run_command(arguments: list[str]) -> int:
         echo(line, err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
-        echo("hpsearch: stopped", err=True)
+        echo("hpsearch: interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0

@@ -82,7 +82,9 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)]
+_Version = Annotated[
+    bool, typer.Option("--version", help="Print the version, and exit.", is_eager=True, callback=_print_version)
+]
 
 
 @app.callback()
@@ -142,4 +144,4 @@ def confirm(question: str) -> bool:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         echo(err=True)
-        raise SearchError("the confirmation prompt needs a terminal; add --yes to skip it") from None
+        raise SearchError("the confirmation prompt needs a terminal; add --yes to skip the prompt") from None

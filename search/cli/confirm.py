@@ -17,14 +17,21 @@ def finalists(
     *,
     top: Annotated[
         int | None,
-        typer.Option("--top", min=1, help="Number of trials to retrain  [default: 5; multi-objective: Pareto front]"),
+        typer.Option(
+            "--top", min=1, help="Number of best trials to retrain  [default: 5; multi-objective: the Pareto front]"
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="Number of new seeds, the same for all finalists  [default: 2]")
+        int | None,
+        typer.Option("--seeds", min=1, help="Number of new seeds on which each finalist is retrained  [default: 2]"),
     ] = None,
-    workers: Annotated[int, o.workers_option("; 0 only chooses and shows the finalists")] = 2,
+    workers: Annotated[int, o.workers_option("; 0 shows the finalists without training them")] = 2,
     new_set: Annotated[
-        bool, typer.Option("--new-set", help="Choose new finalists and seeds; their winner replaces the earlier one")
+        bool,
+        typer.Option(
+            "--new-set",
+            help="Choose new finalists and seeds; the winner among them replaces the winner of the existing finalists",
+        ),
     ] = False,
     infeasible: o.Infeasible = False,
     how: o.FleetWorkerOptions,
@@ -62,11 +69,15 @@ def evaluate_test(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None, o.trial_option("the trial, with --unconfirmed or several metrics  [default: the winner]")
+        int | None, o.trial_option("the trial, for --unconfirmed or several metrics  [default: the finalists' winner]")
     ] = None,
     prefer: o.Prefer = None,
     unconfirmed: Annotated[
-        bool, typer.Option("--unconfirmed", help="Accept a trial that did not win; the result is marked unconfirmed")
+        bool,
+        typer.Option(
+            "--unconfirmed",
+            help="Accept a trial that did not win among finalists; the test result is marked as unconfirmed",
+        ),
     ] = False,
     refit: Annotated[bool, typer.Option("--refit", help="Evaluate the model that 'promote --refit' trained")] = False,
     yes: o.Yes = False,
@@ -82,8 +93,10 @@ def evaluate_test(
     trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else " (not confirmed by finalists)"
-    if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? Possible only once."):
-        echo("not confirmed: the test set was not evaluated")
+    if not yes and not confirm(
+        f"evaluate {candidate.summary}{mark} on the test set of study {name}? Possible only once."
+    ):
+        echo("cancelled: the test set was not evaluated")
         raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         echo(f"test {metric} {value:.6g}")
@@ -95,19 +108,28 @@ def evaluate_test(
 def promote(
     name: o.StudyName,
     *,
-    trial: Annotated[int | None, o.trial_option("the trial  [default: the finalists' winner, else the best]")] = None,
+    trial: Annotated[
+        int | None, o.trial_option("the trial  [default: the finalists' winner, else the best trial]")
+    ] = None,
     prefer: o.Prefer = None,
     infeasible: o.Infeasible = False,
     alias: Annotated[
-        str, typer.Option("--alias", help="Alias to set; the old version gets 'previous-ALIAS' (champion: 'previous')")
+        str,
+        typer.Option(
+            "--alias",
+            help="Alias of the new model version; the version that had this alias gets the alias 'previous-ALIAS' "
+            "('previous' for champion)",
+        ),
     ] = "champion",
-    model: Annotated[str | None, typer.Option("--model", help="Registered model  [default: the study's name]")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the registered model in MLflow  [default: the study's name]")
+    ] = None,
     refit: Annotated[
         bool,
         typer.Option(
             "--refit",
-            help="Retrain the finalists' winner on training and validation data, for the median of the best epochs of "
-            "its finalist runs, and promote the result",
+            help="Retrain the finalists' winner on training and validation data together, and promote the new model; "
+            "the number of epochs is the median best epoch of the winner's runs as a finalist",
         ),
     ] = False,
     refit_seeds: Annotated[
@@ -115,10 +137,13 @@ def promote(
         typer.Option(
             "--refit-seeds",
             min=1,
-            help="With --refit: odd number of seeds; the run with the median training loss is promoted  [default: 3]",
+            help="Odd number of runs of --refit, one per seed; the run with the median training loss is promoted  "
+            "[default: 3]",
         ),
     ] = None,
-    workers: Annotated[int | None, o.workers_option(", for --refit; 0 only creates the refit  [default: 2]")] = None,
+    workers: Annotated[
+        int | None, o.workers_option(" for --refit; 0 only creates the refit study  [default: 2]")
+    ] = None,
     where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow and set its alias.
@@ -149,11 +174,11 @@ def promote(
     source = f"the refit (trial {done.trial} of {ran.result.study})" if refit else f"trial {done.trial} of {name}"
     echo(f"{source} is now models:/{done.model}@{done.alias} (version {done.version})")
     if done.is_new_model:
-        echo("the MLflow run had no model; the model was created from the best checkpoint")
+        echo("the MLflow run of the trial had no model; the model was created from the best checkpoint")
     if done.old_version is not None:
-        echo(f"version {done.old_version} had this alias before and is now models:/{done.model}@{done.old_alias}")
+        echo(f"version {done.old_version} had the alias {done.alias} and is now models:/{done.model}@{done.old_alias}")
     if done.unconfirmed_reason:
-        echo(f"unconfirmed: {done.unconfirmed_reason}")
+        echo(f"version {done.version} is marked as unconfirmed: {done.unconfirmed_reason}")
     if done.can_serve_check:
         echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
@@ -161,7 +186,9 @@ def promote(
 
 @register(CONFIRM_SECTION)
 def serve_check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model version: NAME@ALIAS (digits@champion) or NAME/VERSION")
+    ],
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, help="Largest accepted absolute difference from the recorded score")
     ] = 1e-6,
@@ -175,11 +202,11 @@ def serve_check(
 ) -> int:
     """Check that a registered model reproduces its score.
 
-    A new process loads the model without this project's code and evaluates it on the validation split. A model that
-    cannot be exported is loaded from its checkpoint by the objective's code. Files that were changed after the
-    promotion are rejected before they are loaded.
+    A new process loads the model without the code of hpsearch and the objective, and evaluates it on the validation
+    split. A model that cannot be exported is loaded from its checkpoint by the objective's code. Files that
+    were changed after the promotion are rejected before they are loaded.
 
-    Exit code 0 if the score equals the recorded score, 1 otherwise.
+    Exit code 0 if the score equals the recorded score within --tolerance, 1 otherwise.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.serve_check import serve_check as check
@@ -191,15 +218,17 @@ def serve_check(
         raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance, allow_code=allow_code)
-    echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
-    echo(f"recorded   val {done.metric} {done.recorded_value:.9g}")
+    echo(
+        f"version {done.version.number} of model {done.version.model} is from trial {done.trial} of study {done.study}"
+    )
+    echo(f"recorded score    val {done.metric} {done.recorded_value:.9g}")
     if done.recomputed_value is not None:
-        echo(f"as served  val {done.metric} {done.recomputed_value:.9g}")
+        echo(f"recomputed score  val {done.metric} {done.recomputed_value:.9g}")
     if done.mismatch:
-        echo(f"not reproduced: {done.mismatch}")
+        echo(f"score not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
-        echo(f"reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
+        echo(f"score reproduced with the objective's code, because the model cannot be exported ({done.weights_only})")
     else:
-        echo("reproduced, in a process without this project's code")
+        echo("score reproduced in a process without the code of hpsearch and the objective")
     return 0

@@ -46,7 +46,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
     from hpsearch.objectives.errors import format_path
 
     if not row.is_from_hpsearch:
-        return {"study": row.name, "objective": "(not made by hpsearch)"}
+        return {"study": row.name, "objective": "(not created by hpsearch)"}
     kind = " (finalists)" if row.is_finalist_study else " (refit)" if row.is_refit_study else ""
     name = row.name + kind + (" (stopped)" if row.is_stopped else "")
     name += " (stopped early)" if row.is_stopped_early else ""
@@ -68,14 +68,17 @@ def show(
     name: o.StudyName,
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
-    trial: Annotated[int | None, o.trial_option("a trial, to show its parameters, attempts, values and end")] = None,
+    trial: Annotated[
+        int | None, o.trial_option("a trial, to show its parameters, attempts, values and outcome")
+    ] = None,
     where: o.Addresses,
 ) -> None:
-    """Show a study: spec, counts and trials. With --trial, show one trial."""
+    """Show the settings, trials and result of a study. With --trial, show one trial."""
     from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.show import print_study, print_trial
+    from hpsearch.search.report.show import print_study
+    from hpsearch.search.report.show_trial import print_trial
 
     study = Study.open(name, **where)
     stored = study._stored
@@ -90,8 +93,10 @@ def show(
 def top(
     name: o.StudyName,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print once as JSON, for scripts")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit; default without a terminal")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status once as JSON, and exit")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the status once, and exit; default without a terminal")
+    ] = False,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:
@@ -126,7 +131,10 @@ def report(
     name: o.StudyName,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="HTML file to write  [default: reports/STUDY.html in --home]")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="HTML file to write  [default: reports/STUDY.html in the folder of --home]"
+        ),
     ] = None,
     where: o.Addresses,
 ) -> None:

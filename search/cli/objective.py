@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @register(OBJECTIVES_SECTION)
-def init(path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")]) -> None:
+def init(path: Annotated[Path, typer.Argument(metavar="FILE.py", help="Path of the new file")]) -> None:
     """Write a small working objective as a template."""
     from hpsearch.objectives.template import write_template
 
@@ -43,7 +43,7 @@ SetOption = Annotated[
     ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda if available]")]
-RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the data order")]
+RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the data split, initial weights and data order")]
 
 
 def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
@@ -65,7 +65,7 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
         for key, value in given.items():
             if isinstance(own.get(key), float | int) and isinstance(value, str):
                 raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
-            _replace(own, key, value, f"--set {key}: {objective.name}")
+            _replace(own, key, value, f"--set {key}: objective {objective.name}")
         return config_from_json(objective, own)
     values = objective.default_config().to_dict()
     for key, value in given.items():
@@ -104,21 +104,27 @@ def train(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs  [default: the objective's]")] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Number of epochs  [default: the objective's]")
+    ] = None,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Run folder; resumed if it exists  [default: runs/NAME-TIME]")
+        Path | None,
+        typer.Option(
+            "--run-dir", help="Folder of the run; an existing run in it is resumed  [default: runs/NAME-TIME]"
+        ),
     ] = None,
-    test: Annotated[bool, typer.Option("--test", help="Evaluate on the test split at the end")] = False,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Number of checkpoints kept for resuming")] = 2,
+    test: Annotated[bool, typer.Option("--test", help="Evaluate the best weights on the test split")] = False,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="Number of latest checkpoints to keep")] = 2,
     save_every: Annotated[
-        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves every epoch")
+        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves one after each epoch")
     ] = 0.0,
     snapshot_every: Annotated[
-        int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that are never removed")
+        int | None,
+        typer.Option("--snapshot-every", min=1, help="Epochs between additional checkpoints that are never removed"),
     ] = None,
-    profile: Annotated[int, typer.Option("--profile", min=0, help="Number of steps to profile in the first epoch")] = 0,
+    profile: Annotated[int, typer.Option("--profile", min=0, help="Number of steps of the first epoch to profile")] = 0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard")] = False,
 ) -> int:
     """Train one configuration without a study and write a report.
@@ -154,7 +160,7 @@ def train(
         echo(f"hpsearch: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        echo(f"hpsearch: stopped; resume with --run-dir {folder}", err=True)
+        echo(f"hpsearch: training stopped; repeat the command with --run-dir {folder} to resume it", err=True)
         return EXIT_INTERRUPTED
     _print_result(found, result, folder, test=test)
     return 0
@@ -187,7 +193,7 @@ def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, 
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     report = folder / "report.md"
-    echo(f"{best}; {report if report.exists() else folder}")
+    echo(f"{best}; {f'report: {report}' if report.exists() else f'files: {folder}'}")
     if result.best_metrics and objective.reported:
         echo("  ".join(f"{key} {get_metric_value(result.best_metrics, key):.6g}" for key in objective.reported))
     if result.resume_note:
@@ -209,12 +215,15 @@ def smoke(
     steps: Annotated[int, typer.Option("--steps", min=25, help="Maximum number of steps per learning rate")] = 1000,
     seed: RunSeed = 0,
     device: Device = None,
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Folder to which smoke.json and smoke.png are written  [default: not written]"),
+    ] = None,
 ) -> int:
     """Check that the model can overfit one batch.
 
-    If the loss does not come near zero, the model has a fault. Exit code 0 if the model overfits the batch, 1
-    otherwise.
+    If the loss does not approach zero, the model or the loss has a fault. Exit code 0 if the model overfits the batch,
+    1 otherwise.
     """
     import dataclasses
 
@@ -233,9 +242,13 @@ def smoke(
         result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        echo("passed: loss of {samples} samples below {target:.4g} at learning rate {lr:g}".format(**details))
+        echo(
+            "smoke test passed: the loss of {samples} samples is below {target:.4g} at learning rate {lr:g}".format(
+                **details
+            )
+        )
         return 0
-    echo(f"hpsearch: failed: {result.reason}", err=True)
+    echo(f"hpsearch: smoke test failed: {result.reason}", err=True)
     return 1
 
 
@@ -244,9 +257,9 @@ def lr_range(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    lowest: Annotated[float, typer.Option("--lowest", help="First learning rate")] = 1e-6,
-    highest: Annotated[float, typer.Option("--highest", help="Last learning rate")] = 10.0,
-    steps: Annotated[int, typer.Option("--steps", help="Steps from the first to the last learning rate")] = 200,
+    lowest: Annotated[float, typer.Option("--lowest", help="Learning rate of the first step")] = 1e-6,
+    highest: Annotated[float, typer.Option("--highest", help="Learning rate of the last step")] = 10.0,
+    steps: Annotated[int, typer.Option("--steps", help="Number of steps with increasing learning rate")] = 200,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png")] = Path(),
@@ -271,7 +284,9 @@ def lr_range(
         device=resolve_device(device),
     )
     result.write(run_dir)
-    echo(f"suggested lr {result.suggestion:.2g} (steepest descent); lowest loss at lr {result.highest:.2g}")
+    echo(
+        f"suggested learning rate {result.suggestion:.2g} (the loss falls fastest); lowest loss at {result.highest:.2g}"
+    )
     echo(f"wrote {run_dir / 'lr-range.png'}")
 
 

@@ -56,14 +56,14 @@ Enqueue = Annotated[
     typer.Option(
         "--enqueue",
         metavar="FILE",
-        help="CSV or JSONL file of configurations that run first and count in the budget",
+        help="CSV or JSONL file of configurations, which run before sampled ones and count toward the budget",
     ),
 ]
 
 
 def workers_option(help_suffix: str) -> Any:
     """Return the typer option `--workers`."""
-    return typer.Option("--workers", min=0, max=512, help=f"Worker processes on this machine{help_suffix}")
+    return typer.Option("--workers", min=0, max=512, help=f"Number of worker processes on this machine{help_suffix}")
 
 
 def trial_option(help_suffix: str) -> Any:
@@ -76,13 +76,18 @@ Prefer = Annotated[
     str | None,
     typer.Option(
         "--prefer",
-        help="Selection of a trial on the Pareto front: conditions, then the metric to optimize, such "
+        help="Rule that selects a trial on the Pareto front: conditions, 'then', and the metric to optimize, such "
         "as 'accuracy >= 0.98 then latency_ms'",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt")]
 _Spec = Annotated[
-    Path | None, typer.Option("--spec", help="Settings file, TOML or YAML; flags override it", rich_help_panel="Study")
+    Path | None,
+    typer.Option(
+        "--spec",
+        help="TOML or YAML file with settings of the study; command-line options override them",
+        rich_help_panel="Study",
+    ),
 ]
 
 
@@ -127,7 +132,7 @@ def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]
 def _make_worker_options(values: dict[str, Any]) -> WorkerOptions:
     for former, current in RENAMED_VARIABLES.items():
         if former in os.environ:
-            raise SearchError(f"{former}={os.environ[former]} is not supported any more; set {current}")
+            raise SearchError(f"{former}={os.environ[former]} is no longer supported; set {current} instead")
     return WorkerOptions(**values)
 
 
@@ -151,7 +156,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         more = typer.Option(
             f"--{key}-option",
             metavar="KEY=VALUE",
-            help=f"Option of the {key}; repeatable",
+            help=f"Setting of the {key}; repeatable",
             rich_help_panel="Study",
         )
         return [
@@ -194,11 +199,13 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
             continue
         kept = settings.get(key, {})
         if not isinstance(kept, dict):
-            raise SearchError(f"{key} is {kept!r}; give a name, or a table with name and options")
+            raise SearchError(f"{key} is {kept!r}; give the name of a {key}, or a table with its name and options")
         if name is not None and name != kept.get("name"):
             kept = {"name": name}
         settings[key] = {**kept, **options}
     settings |= flags
     if "objective" not in settings:
-        raise SearchError("OBJECTIVE is missing; give one, such as digits, or --spec FILE with the setting 'objective'")
+        raise SearchError(
+            "OBJECTIVE is missing; give an objective such as digits, or --spec FILE with the setting 'objective'"
+        )
     return Settings(settings, in_file)

@@ -20,7 +20,7 @@ def run(
     workers: Annotated[int, o.workers_option("; 0 only creates the study")] = 2,
     workers_per_gpu: Annotated[
         int | None,
-        typer.Option("--workers-per-gpu", min=1, max=64, help="Workers per GPU, for small models; replaces --workers"),
+        typer.Option("--workers-per-gpu", min=1, max=64, help="Workers that share each GPU; replaces --workers"),
     ] = None,
     enqueue: o.Enqueue = None,
     tracking_required: o.TrackingRequired = False,
@@ -69,7 +69,7 @@ def worker(
             "--final-exit-code",
             min=0,
             max=125,
-            help="Exit code to use instead of 2 (invalid setting) or 3 (every trial fails), to prevent restarts",
+            help="Exit code that replaces 2 (invalid setting) and 3 (every trial fails), to prevent restarts",
         ),
     ] = None,
     options: o.WorkerOptions,
@@ -104,25 +104,30 @@ def print_job_file(
     study: o.StudyName,
     *,
     workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
-    gpus: Annotated[float, typer.Option("--gpus-per-worker", help="GPUs per worker; at 0.5, two share a GPU")] = 0.0,
-    cpus: Annotated[int, typer.Option("--cpus-per-worker", help="Cores and threads of each worker")] = 2,
-    memory: Annotated[str, typer.Option("--memory", help="Memory of each worker, in M, G or T")] = "8G",
+    gpus: Annotated[
+        float, typer.Option("--gpus-per-worker", help="GPUs per worker; with 0.5, two workers share a GPU")
+    ] = 0.0,
+    cpus: Annotated[int, typer.Option("--cpus-per-worker", help="CPU cores per worker")] = 2,
+    memory: Annotated[str, typer.Option("--memory", help="Memory per worker, with the unit M, G or T")] = "8G",
     time: Annotated[
         str | None, typer.Option("--time", help="Slurm time limit, [DAYS-]HH:MM:SS  [default: the partition's]")
     ] = None,
     grace: Annotated[int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL of a worker")] = 60,
-    image: Annotated[str | None, typer.Option("--image", help="Image with hpsearch; required for Kubernetes")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Container image; required for Kubernetes")] = None,
     command: Annotated[
         str | None,
-        typer.Option("--command", help="Command that starts hpsearch, for Slurm and systemd  [default: this Python]"),
+        typer.Option(
+            "--command",
+            help="Command that starts hpsearch, for Slurm and systemd  [default: this Python with -m hpsearch]",
+        ),
     ] = None,
     storage_url: o.StorageUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Print the job file that starts workers of a study under an engine.
+    """Print the job file that starts workers of a study under Slurm, Kubernetes, Ray or systemd.
 
     The file is the input of sbatch, `kubectl apply -f -` or `python -`, or a systemd unit. The command starts nothing.
-    It rejects a URL with a password, so that no password is printed.
+    It rejects a --storage-url with a password, so that no password is printed.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest
@@ -143,5 +148,8 @@ def print_job_file(
     if why := check_study_exists(launch):
         echo(f"hpsearch: could not check that study {study!r} exists: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
-        echo("hpsearch: the embedded services are local; give --storage-url for other machines", err=True)
+        echo(
+            "hpsearch: the embedded services run on this machine only; give --storage-url for workers elsewhere",
+            err=True,
+        )
     echo(render_manifest(launch), nl=False)

@@ -59,7 +59,7 @@ def down(home: o.Home = None) -> None:
     from hpsearch.storage.home import prepare_home
 
     stopped = stack.down(prepare_home(home))
-    echo(f"stopped {', '.join(stopped)}" if stopped else "no service was running")
+    echo(f"stopped {', '.join(stopped)}" if stopped else "no embedded service was running")
 
 
 @register(SERVICES_SECTION)
@@ -77,12 +77,14 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study that a worker will join")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of a study to include in the checks")
+    ] = None,
     *,
     import_objective: Annotated[
         bool, typer.Option("--import-objective", help="Import the code of the study's objective")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON")] = False,
     where: o.Addresses,
 ) -> int:
     """Check the prerequisites of a worker on this machine.
@@ -109,12 +111,14 @@ def doctor(
 
 
 def _owner_url(help_suffix: str) -> Any:
-    help_text = f"URL of the study database, with the owner role{help_suffix}"
+    help_text = f"URL of the study database, with the role that owns its tables{help_suffix}"
     return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
-OwnerUrl = Annotated[str | None, _owner_url("; MLflow's: MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
-Artifacts = Annotated[str | None, typer.Option("--artifacts", help="MLflow's artifact folder, for external services")]
+OwnerUrl = Annotated[
+    str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")
+]
+Artifacts = Annotated[str | None, typer.Option("--artifacts", help="Artifact folder of an external MLflow server")]
 
 
 @register(SERVICES_SECTION)
@@ -152,12 +156,12 @@ def backup(
             dashboard=DASHBOARD_COMMAND,
             progress=progress,
         )
-    echo(f"{file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
+    echo(f"wrote {file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
 
 
 @register(SERVICES_SECTION)
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'backup' wrote")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Backup file, written by 'backup'")],
     artifacts: Artifacts = None,
     storage_url: OwnerUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -186,13 +190,13 @@ def restore(
             progress=progress,
         )
     at = ("--home", home) if home else ()
-    echo(f"restored {_format_counts(done.manifest)}, as of {done.manifest.made_at}")
+    echo(f"restored {_format_counts(done.manifest)}, from the backup of {done.manifest.made_at}")
     for study, url in done.external_checkpoints:
-        echo(f"the backup has no checkpoints of study {study}; its checkpoint store is {url}")
+        echo(f"the backup has no checkpoints of study {study}, because they are stored at {url}")
     for study in done.unsent_studies:
-        echo(f"{study}: MLflow lacks data of some trials; send them with: {format_command('sync', study, *at)}")
+        echo(f"MLflow lacks trial data of study {study}; send the data with: {format_command('sync', study, *at)}")
     if done.missing_files:
-        echo(f"the backup lacks {done.missing_files} artifact files; copy them to MLflow's artifact folder")
+        echo(f"{done.missing_files} artifact files are not in the backup; copy them to MLflow's artifact folder")
     echo(f"commands import no objective file of a study before you confirm it with: {format_command('trust', 'STUDY')}")
     echo(f"list the studies with: {format_command('studies', *at)}")
 
@@ -203,7 +207,7 @@ def _format_counts(manifest: Manifest) -> str:
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
     parts = [studies, pluralize(manifest.trials, "trial")]
     if manifest.has_mlflow:
-        parts += [pluralize(manifest.runs, "run"), pluralize(manifest.models, "registered model")]
+        parts += [pluralize(manifest.runs, "MLflow run"), pluralize(manifest.models, "registered model")]
     return ", ".join(parts)
 
 
@@ -214,8 +218,8 @@ def migrate(
         bool,
         typer.Option(
             "--bootstrap",
-            help="First create databases and roles, as the superuser of HPSEARCH_ADMIN_URL, with the passwords in "
-            "HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
+            help="First create the databases and roles, with the superuser URL in HPSEARCH_ADMIN_URL and the passwords "
+            "in HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
         ),
     ] = False,
 ) -> None:
@@ -240,7 +244,7 @@ def migrate(
     if url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_OWNER_URL")
     migrate_tables(url)
-    echo(f"tables are up to date at {redact(url)}")
+    echo(f"the tables of {redact(url)} are up to date")
 
 
 def _required(name: str) -> str:
@@ -248,7 +252,7 @@ def _required(name: str) -> str:
 
     if value := os.environ.get(name):
         return value
-    raise SearchError(f"{name} is not set; set this variable for --bootstrap")
+    raise SearchError(f"--bootstrap needs the environment variable {name}; set this variable")
 
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
@@ -271,7 +275,7 @@ def _read_web_token(*, no_auth: bool) -> str | None:
     raise SearchError(f"{TOKEN_VARIABLE} is not set; set it to a random text of your choice, or give --no-auth")
 
 
-_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the dashboard in the foreground.")
+_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the Optuna dashboard in the foreground.")
 
 
 @_serve.command()
@@ -284,11 +288,12 @@ def mlflow(
             "--artifacts",
             envvar="HPSEARCH_ARTIFACTS",
             show_envvar=True,
-            help="Folder or URL (s3://BUCKET/PREFIX) of the artifacts",
+            help="Folder or URL (s3://BUCKET/PREFIX) of MLflow's artifacts",
         ),
     ] = "artifacts",
     allowed_hosts: Annotated[
-        str | None, typer.Option("--allowed-hosts", help="Accepted Host headers as HOST:PORT, separated by commas")
+        str | None,
+        typer.Option("--allowed-hosts", help="Accepted HTTP Host headers: HOST:PORT,HOST:PORT  [default: MLflow's]"),
     ] = None,
     no_auth: NoAuth = False,
 ) -> None:
@@ -307,7 +312,9 @@ def mlflow(
     token = _read_web_token(no_auth=no_auth)
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(f"{variable} is not set; set it to the URL of MLflow's Postgres database")
+        raise SearchError(
+            f"environment variable {variable} is not set; set it to the URL of MLflow's Postgres database"
+        )
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
@@ -349,15 +356,15 @@ def dashboard(
     Browsers need HPSEARCH_WEB_TOKEN of this process, once in the link http://HOST:PORT/?token=TOKEN.
     With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
-    from hpsearch.search.dashboard import serve
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.promotion.registry_watch import serve_dashboard_and_watch
     from hpsearch.storage.embedded.services import require_server_packages
 
     require_server_packages()
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
     token = _read_web_token(no_auth=no_auth)
-    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
+    serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
 
 
 SECRET_NAMES = (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def stop(
     name: o.StudyName,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until no trial of the study is running")] = False,
     where: o.Addresses,
 ) -> None:
     """Stop a study on all machines.
@@ -32,12 +32,12 @@ def stop(
 
     study = Study.open(name, **where)
     before, running = study.stop(), count_running(study._stored)
-    echo(f"{name} was already stopped {before}" if before else f"stopped {name}")
+    echo(f"study {name} was already stopped {before}" if before else f"stopped study {name}")
     if running:
         echo(f"running trials: {running}; each stops after its current epoch and can be resumed")
     if wait:
         study.stop(wait=True)
-    echo(f"resume with: {format_command('start', name)}")
+    echo(f"resume the study with: {format_command('start', name)}")
 
 
 @register(MONITOR_SECTION)
@@ -48,13 +48,13 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
 
     study = Study.open(name, **where)
     why = study.start()
-    echo(f"started {name} again; it was stopped {why}" if why else f"{name} was not stopped")
+    echo(f"started study {name} again; it was stopped {why}" if why else f"study {name} was not stopped")
     echo(f"start workers with: {study._stored.resume_command}")
-    echo(f"or one worker with: {format_command('worker', '--study', name)}")
+    echo(f"or start one worker with: {format_command('worker', '--study', name)}")
 
 
 def _budget_option(flag: str, unit: str) -> Any:
-    return typer.Option(flag, metavar="N", help=f"Additional {unit} as +N, or the new budget as N")
+    return typer.Option(flag, metavar="N", help=f"New budget in {unit} as N, or an increase of the budget as +N")
 
 
 @register(MONITOR_SECTION)
@@ -76,15 +76,15 @@ def extend(
     budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
     done = study._extend(budgets, enqueue)
     if enqueue is not None:
-        echo(f"{name}: enqueued {pluralize(done.enqueued_trials, 'new configuration')} of {enqueue}")
+        echo(f"study {name}: enqueued {pluralize(done.enqueued_trials, 'new configuration')} from {enqueue}")
     if early_stop is not None:
-        echo(f"{name} continues; it had stopped early ({early_stop.reason}) and may stop early again")
+        echo(f"study {name} continues; it was terminated early ({early_stop.reason}), which may happen again")
     started = f"{pluralize(done.started_trials, 'trial')} started so far"
     if done.old_budget == done.new_budget:
-        echo(f"{name} already has a budget of {done.new_budget:.12g} {done.unit}, {started}")
+        echo(f"study {name} already has a budget of {done.new_budget:.12g} {done.unit}; {started}")
         return
-    echo(f"{name}: {done.old_budget:.12g} -> {done.new_budget:.12g} {done.unit}, {started}")
-    echo(f"running workers use the new budget; to start workers: {study._stored.resume_command}")
+    echo(f"study {name}: budget changed from {done.old_budget:.12g} to {done.new_budget:.12g} {done.unit}; {started}")
+    echo(f"running workers use the new budget; start more workers with: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
@@ -92,7 +92,9 @@ def retry(
     name: o.StudyName,
     trial: Annotated[list[int], o.trial_option("the trial; repeatable")],
     *,
-    from_start: Annotated[bool, typer.Option("--from-start", help="Restart from scratch at epoch 1")] = False,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Train from scratch instead of from the last checkpoint")
+    ] = False,
     where: o.Addresses,
 ) -> None:
     """Run failed or infeasible trials again.
@@ -108,13 +110,14 @@ def retry(
         if epoch == -1:
             begin = "from its checkpoint within the first epoch"
         echo(f"trial {number} will run again {begin}")
-    echo(f"running workers resume waiting trials; to start workers: {study._stored.resume_command}")
+    echo(f"running workers run waiting trials next; start more workers with: {study._stored.resume_command}")
 
 
 @register(MONITOR_SECTION)
 def sync(
     study: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with unsent records]")
+        str | None,
+        typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies with unsent records]"),
     ] = None,
     *,
     where: o.Addresses,
@@ -128,7 +131,7 @@ def sync(
 
     studies = Study._unsent(study, **where)
     if not studies:
-        echo("this machine has no unsent records")
+        echo("this machine has no unsent records of any study")
     synced = [each.sync() for each in studies]
     return 0 if all(each.is_complete for each in synced) else 1
 
@@ -157,33 +160,37 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
 
 @register(MONITOR_SECTION)
 def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
-    """Delete a study and its files. The runs of the study in MLflow stay.
+    """Delete a study and its files. Its MLflow runs are kept.
 
     Deletes the trials, finalists, refits, checkpoints, and the study's files on this machine.
     """
-    from hpsearch.search.api.actions import delete_study, describe_deletion
     from hpsearch.search.api.study import Study
+    from hpsearch.search.study.cleanup import delete_study, describe_deletion
 
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
-        echo("not confirmed: nothing was deleted")
+        echo("cancelled: nothing was deleted")
         raise typer.Exit(1)
     for deleted in delete_study(study._services, study._stored):
-        echo(f"deleted {deleted}; its runs in MLflow stay")
+        echo(f"deleted study {deleted}; its MLflow runs are kept")
 
 
 @register(MONITOR_SECTION)
 def gc(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study name  [default: all studies]")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies]")
+    ] = None,
     *,
-    keep_top: Annotated[int, typer.Option("--keep-top", min=1, metavar="K", help="Number of models to keep")] = 5,
+    keep_top: Annotated[
+        int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")
+    ] = 5,
     yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
-    """Remove surplus models, old checkpoints and run directories.
+    """Delete surplus models, old checkpoints and run folders.
 
-    Lists the files and asks for confirmation. Files of running and waiting trials, finalists and registered versions
-    stay. The study may be running.
+    Lists the files, and asks for confirmation. Surplus models are those of trials outside the best --keep-top. The
+    files of running and waiting trials, finalists and registered model versions are kept. Workers may run meanwhile.
     """
     from rich.filesize import decimal
 
@@ -201,17 +208,17 @@ def gc(
     if found:
         console.print(_make_table(found))
     else:
-        console.print("nothing to remove")
+        console.print("no files to remove")
     for problem in problems:
-        echo(f"hpsearch: skipped: {problem}", err=True)
+        echo(f"hpsearch: could not search all files of study {problem}", err=True)
     if not found or not (yes or confirm(f"remove these files ({decimal(sum(g.size for g in found))})?")):
         return
     freed, failures = remove_garbage(found)
     for problem in failures:
-        echo(f"hpsearch: {problem}", err=True)
+        echo(f"hpsearch: study {problem}", err=True)
     console.print(f"freed {decimal(freed)}")
     if any(item.location == "MLflow" for item in found):
-        console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
+        console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on the MLflow server")
 
 
 def _make_table(found: list[Garbage]) -> Table:

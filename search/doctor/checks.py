@@ -77,7 +77,7 @@ class Checker:
             needs: names of earlier checks; if one of these failed or was skipped, this check is skipped.
         """
         cause = next((self._causes[need] for need in needs if need in self._causes), None)
-        found = self._try(look) if cause is None else Finding("skipped", f"the check {cause!r} failed")
+        found = self._try(look) if cause is None else Finding("skipped", f"not run, because the check {cause!r} failed")
         if found.status in {"failed", "skipped"}:
             self._causes[name] = cause or name
         return replace(found, check=name)
@@ -112,7 +112,8 @@ _NVIDIA_SMI_TIMEOUT_SECONDS = 20  # nvidia-smi can hang with its driver
 def check_cores() -> Finding:
     """Count the cores that this process may use."""
     allowed, installed = count_cores(), os.cpu_count() or 1
-    return Finding("ok", pluralize(allowed, "core") + (f" of {installed} allowed" if allowed < installed else ""))
+    limited = f" (this process may not use the other {installed - allowed})" if allowed < installed else ""
+    return Finding("ok", pluralize(allowed, "core") + limited)
 
 
 def check_gpus() -> Finding:
@@ -128,7 +129,7 @@ def check_gpus() -> Finding:
             devices.append(f"cuda:{index} {name}, {decimal(free)} of {decimal(total)} free")
         return Finding("ok", "; ".join(devices))
     names = _list_driver_gpus()
-    return warn_undetected_gpus(names) if names else Finding("ok", "none; trials run on the CPU")
+    return warn_undetected_gpus(names) if names else Finding("ok", "no GPU; trials run on the CPU")
 
 
 def warn_undetected_gpus(names: list[str]) -> Finding:
@@ -139,7 +140,9 @@ def warn_undetected_gpus(names: list[str]) -> Finding:
     found = f"nvidia-smi detects {pluralize(len(names), 'GPU')} ({kinds}), torch {torch.__version__} detects none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset this variable to use the GPUs")
+        return Finding(
+            "warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset CUDA_VISIBLE_DEVICES to use the GPUs"
+        )
     if torch.version.cuda is None:
         again = "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
         return Finding("warning", found, again)
@@ -171,7 +174,9 @@ def check_home(home: Path) -> Finding:
         with tempfile.TemporaryFile(dir=home) as file:
             file.write(b"hpsearch")
     except OSError as error:
-        return Finding("failed", f"{home} is not writable: {error.strerror or error}", f"fix this, or {_ELSEWHERE}")
+        return Finding(
+            "failed", f"{home} is not writable: {error.strerror or error}", f"make the folder writable, or {_ELSEWHERE}"
+        )
     return Finding("ok", f"{home} is writable")
 
 
@@ -184,7 +189,7 @@ def check_free_space(home: Path) -> Finding:
     limits: tuple[tuple[int, Status], ...] = ((MIN_FREE_BYTES, "failed"), (LOW_FREE_BYTES, "warning"))
     for limit, status in limits:
         if free < limit:
-            remedy = f"free space, such as with '{format_command('gc')}', or {_ELSEWHERE}"
+            remedy = f"free disk space, for example with '{format_command('gc')}', or {_ELSEWHERE}"
             return Finding(status, f"{text}, below the limit of {decimal(limit)}", remedy)
     return Finding("ok", text)
 
@@ -212,9 +217,12 @@ def check_versions() -> Finding:
     """Compare the installed versions of the direct dependencies with constraints.txt."""
     installed = read_direct_dependencies()
     if missing := [name for name, there in installed.items() if there is None]:
-        return Finding("failed", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        return Finding("failed", f"dependencies are missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     if not CONSTRAINTS.exists():
-        return Finding("ok", f"{len(installed)} direct dependencies; no constraints.txt to compare them with")
+        return Finding(
+            "ok",
+            f"{len(installed)} direct dependencies installed; their versions are not compared with constraints.txt",
+        )
     text = "".join(path.read_text() for path in sorted(CONSTRAINTS.parent.glob("constraints*.txt")))  # torch is apart
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
     pinned = {_normalize_name(name): pin for name, pin in pins}
@@ -225,7 +233,7 @@ def check_versions() -> Finding:
         if there is not None and (pin := pinned.get(_normalize_name(name))) not in {None, there.partition("+")[0]}
     ]
     if not drifted:
-        return Finding("ok", f"{len(installed)} direct dependencies, all as pinned in constraints.txt")
+        return Finding("ok", f"all {len(installed)} direct dependencies have the versions in constraints.txt")
     again = "remove .venv and run ./hpsearch"
     return Finding("warning", f"versions differ from constraints.txt: {', '.join(drifted)}", again)
 
@@ -243,7 +251,7 @@ def check_tracking(uri: str) -> Finding:
     text = f"MLflow {there or 'of unknown version'} at {uri} answers in {took:.0f} ms"
     if there is None or there.split(".")[0] == here.split(".")[0]:
         return Finding("ok", text)
-    return Finding("warning", f"{text}; the client is MLflow {here}", "install the same major version of MLflow")
+    return Finding("warning", f"{text}; this machine has MLflow {here}", "install the server's major version")
 
 
 def check_artifacts(uri: str) -> Finding:
@@ -255,18 +263,18 @@ def check_artifacts(uri: str) -> Finding:
         raise
     except Exception as error:  # artifact stores have error classes of their own
         remedy = "read the server's log, and check that it may write to its --artifacts-destination"
-        return Finding("failed", f"test file not written: {describe_error(error)}", remedy)
+        return Finding("failed", f"test file not written to the artifact store: {describe_error(error)}", remedy)
     try:
         remove_probe(tracking, place)
     except Exception as error:  # artifact stores have error classes of their own
         return Finding("warning", f"test file not removed: {describe_error(error)}", f"remove {place} manually")
-    return Finding("ok", "a test file was written and removed")
+    return Finding("ok", "a test file was written to the artifact store and removed")
 
 
 def _check_study(study: StoredStudy) -> Finding:
     name = study.spec.name
     at = read_progress(study.engine, study.study_id, study.spec.direction)
-    text = f"{name}: {at.summary} ended{at.early_stop_note}, {len(at.running)} running"
+    text = f"study {name}: {at.summary} ended{at.early_stop_note}, {len(at.running)} running"
     if why := study.attrs.get(STOPPED):
         return Finding("warning", f"{text}; it was stopped {why}", f"run '{format_command('start', name)}' to continue")
     if study.is_timed_out:
@@ -277,20 +285,22 @@ def _check_study(study: StoredStudy) -> Finding:
 def _check_release(study: StoredStudy) -> Finding:
     check_release(study)
     made = study.attrs.get(VERSION)
-    return Finding("ok", f"created by hpsearch {made or 'of an early release'}; installed: {version('hpsearch')}")
+    return Finding(
+        "ok", f"study created by hpsearch {made or 'of an early release'}; installed: hpsearch {version('hpsearch')}"
+    )
 
 
 def _check_objective(study: StoredStudy) -> Finding:
     """Check the objective without importing it, because every worker's database role can write its reference."""
     reference = study.spec.objective
     if (source := locate_source(reference)) is None:
-        return Finding("failed", f"{reference} is not on this machine", "copy the file, or install the package")
-    return Finding("ok", f"{reference} is in {source}; --import-objective imports it too")
+        return Finding("failed", f"objective {reference} is not on this machine", "copy its file, or install it")
+    return Finding("ok", f"objective {reference} is in {source}; --import-objective imports it too")
 
 
 def _import_objective(study: StoredStudy) -> Finding:
     study.objective(allow_changed=True)
-    return Finding("ok", f"{study.spec.objective} is importable, its metric is {study.spec.metric}")
+    return Finding("ok", f"objective {study.spec.objective} is importable; its metric is {study.spec.metric!r}")
 
 
 def _check_source(study: StoredStudy) -> Finding:

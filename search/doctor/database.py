@@ -47,7 +47,7 @@ def _check_connection(cursor: Any) -> Finding:
     if read_only:
         return Finding("failed", f"{where} is a read-only replica", "give the URL of the primary server")
     if schema is None:
-        grant = f"GRANT USAGE ON SCHEMA public TO {user}"
+        grant = f"run as the owner: GRANT USAGE ON SCHEMA public TO {user}"
         return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)
     laps = []
     for _ in range(ROUND_TRIPS):
@@ -63,28 +63,28 @@ def _check_schema(cursor: Any) -> Finding:
     rows = read_table_privileges(cursor)
     if missing := [name for name, is_missing, _ in rows if is_missing]:
         all_missing = len(missing) == len(rows)
-        text = "there are no tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
+        text = "the database has no hpsearch tables yet" if all_missing else f"tables are missing: {', '.join(missing)}"
         return Finding("failed", text, migrate)
     revisions = read_schema_revisions(cursor)
     for owner, found, needed in revisions:
         if found != needed:
-            other = f"the tables have revision {found} of {owner}, but this release needs {needed}"
+            other = f"the database schema has revision {found} of {owner}, but this release needs revision {needed}"
             return Finding("failed", other, migrate)
     shown = ", ".join(f"{owner} {found}" for owner, found, _ in revisions)
-    return Finding("ok", f"the tables match this release ({shown})")
+    return Finding("ok", f"the tables match this release of hpsearch ({shown})")
 
 
 def _check_permissions(cursor: Any) -> Finding:
     user, rows = cursor.connection.info.user, read_table_privileges(cursor)
     if tables := [name for name, _, lacking in rows if lacking]:
         rights = ", ".join(sorted({right for *_, lacking in rows for right in lacking}))
-        grant = f"as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"
-        return Finding("failed", f"user {user!r} lacks {rights} on {_shorten_list(tables)}", grant)
+        grant = f"run as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"
+        return Finding("failed", f"user {user!r} lacks {rights} on the tables {_shorten_list(tables)}", grant)
     cursor.execute(_FIND_LOCKED_SEQUENCES, ([name for name, *_ in rows],))
     if sequences := [name for (name,) in cursor.fetchall()]:
-        grant = f"as the owner: GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {user}"
-        return Finding("failed", f"user {user!r} lacks USAGE on {_shorten_list(sequences)}", grant)
-    return Finding("ok", f"user {user} may read and write rows of all {len(rows)} tables")
+        grant = f"run as the owner: GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {user}"
+        return Finding("failed", f"user {user!r} lacks USAGE on the sequences {_shorten_list(sequences)}", grant)
+    return Finding("ok", f"user {user!r} may read and write all {len(rows)} tables")
 
 
 def _check_clock(cursor: Any) -> Finding:
@@ -93,7 +93,7 @@ def _check_clock(cursor: Any) -> Finding:
     there = float(cursor.fetchone()[0])
     ahead = (began + time.time()) / 2 - there  # assumes that the server read its clock in the middle of the round trip
     if abs(ahead) <= MAX_CLOCK_SKEW_SECONDS:
-        return Finding("ok", f"{abs(ahead):.2f} s difference from the database's clock")
+        return Finding("ok", f"this machine's clock differs from the database's by {abs(ahead):.2f} s")
     which = "ahead of" if ahead > 0 else "behind"
     return Finding(
         "warning",
@@ -107,10 +107,10 @@ def _check_connections(cursor: Any) -> Finding:
     cursor.execute(_COUNT_CONNECTIONS)
     most, used = cursor.fetchone()
     left = max(0, most - used)
-    text = f"{left} of {most} connections free"
+    text = f"{left} of {most} database connections are free"
     if left >= CONNECTIONS_PER_WORKER:
         return Finding("ok", text)
-    remedy = "raise max_connections, or put PgBouncer before the database"
+    remedy = "raise max_connections of Postgres, or connect through PgBouncer"
     return Finding("warning", f"{text}; a worker uses up to {CONNECTIONS_PER_WORKER}", remedy)
 
 

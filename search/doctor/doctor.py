@@ -100,13 +100,13 @@ def run_checks(
 
 def _check_services(home: Path, storage_url: str | None, running: stack.StackInfo | None) -> Finding:
     if storage_url is not None:
-        return Finding("ok", "the database of --storage-url")
+        return Finding("ok", "the services given by --storage-url")
     if running is not None:
-        return Finding("ok", f"the embedded stack in {home}")
+        return Finding("ok", f"the embedded services in {home}")
     states = ", ".join(f"{service.name} {service.state}" for service in stack.read_status(home))
     return Finding(
         "failed",
-        f"no --storage-url is given, and the embedded stack in {home} is not running ({states})",
+        f"no --storage-url is given, and the embedded services in {home} are not running ({states})",
         f"run '{format_command('up')}', or give --storage-url and --tracking-uri",
     )
 
@@ -118,8 +118,8 @@ def _open_study(name: str, url: str) -> StoredStudy:
 
 def _report_missing_server(study: StoredStudy | None) -> Finding:
     if study is not None:
-        return Finding("failed", f"study {study.spec.name!r} has no tracking server", "give --tracking-uri")
-    return Finding("skipped", "no --tracking-uri is given; give STUDY to check the tracking server of a study")
+        return Finding("failed", f"study {study.spec.name!r} has no MLflow server", "give --tracking-uri")
+    return Finding("skipped", "no MLflow server to check; give --tracking-uri, or STUDY to check the server of a study")
 
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}

@@ -113,7 +113,7 @@ FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two se
 def check_count(flag: str, value: object) -> None:
     """Reject a given number that is not a whole number from 1; None is accepted."""
     if value is not None and (not isinstance(value, int) or value < 1):
-        raise SearchError(f"{flag} {value!r}: give a whole number of at least 1")
+        raise SearchError(f"{flag} must be an integer of at least 1, not {value!r}")
 
 
 def create_or_join(
@@ -219,11 +219,11 @@ def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists")
 def _check_same_settings(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
     of = chosen.finalists_of
     pairs = (("--top", of.top, top), ("--seeds", len(of.seeds), seeds))
-    differ = [f"{flag}: {before} -> {now}" for flag, before, now in pairs if now is not None and now != before]
+    differ = [f"{flag} {before}, not {now}" for flag, before, now in pairs if now is not None and now != before]
     if differ:
         raise SearchError(
-            f"the finalists of {study.spec.name!r} were chosen with other options ({'; '.join(differ)}); remove these "
-            "options to continue with these finalists, or choose new finalists with --new-set"
+            f"the finalists of {study.spec.name!r} were chosen with {'; '.join(differ)}; remove these options to "
+            "continue with these finalists, or choose new finalists with --new-set"
         )
 
 
@@ -235,9 +235,9 @@ def _check_search_ended(study: StoredStudy) -> None:
     ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
     if ended and (running := count_running(study)):
         wait = format_command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; wait for their end with {wait}")
+        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; wait until they end with {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} has not ended ({study.format_progress(finished)} done); wait for its end, or stop it with "
-            f"{format_command('stop', name)}"
+            f"study {name!r} has not ended ({study.format_progress(finished)} done); wait until it ends, or stop it "
+            f"with {format_command('stop', name)}"
         )

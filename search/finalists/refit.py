@@ -85,7 +85,9 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
             return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
     of = made.finalists_of
     if seeds not in {None, len(of.seeds)}:
-        raise SearchError(f"--refit-seeds {seeds} differs from the refit's {len(of.seeds)}; remove this option")
+        raise SearchError(
+            f"--refit-seeds {seeds} differs from the {len(of.seeds)} of the existing refit; remove --refit-seeds"
+        )
     return made, False
 
 
@@ -154,12 +156,15 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
     """
     if refit.pending:
         raise SearchError(
-            f"--refit: {made.spec.name!r} has {pluralize(refit.pending, 'unfinished run')}; continue with "
+            f"--refit: study {made.spec.name!r} has {pluralize(refit.pending, 'unfinished run')}; continue with "
             f"{made.resume_command}"
         )
     if refit.selected_trial is None:
-        reasons = "; ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.missing_reasons))
-        raise SearchError(f"--refit: no run of {made.spec.name!r} is complete: {reasons}")
+        reasons = ", ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.missing_reasons))
+        again = format_command("show", made.spec.name)
+        raise SearchError(
+            f"--refit: no run of study {made.spec.name!r} is complete ({reasons}); see errors with {again}"
+        )
     return find_trial(made, refit.selected_trial)
 
 

@@ -186,7 +186,9 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
         return chosen, trial
     if found.winner is None and found.front:
         front = ", ".join(map(str, found.front))
-        raise SearchError(f"no finalist of {name!r} dominates all others; give --trial ({front}) or --prefer")
+        raise SearchError(
+            f"no finalist of {name!r} dominates all others; choose one with --trial ({front}) or --prefer"
+        )
     if found.winner is None:
         raise SearchError(f"the finalists of {name!r} have no winner; see the reasons with {command}")
     if trial not in {None, found.winner}:

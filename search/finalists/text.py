@@ -105,7 +105,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         n_trials = len(found.rows) * n_seeds
         failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.missing_reasons)
         without = f", {failed} without a value" if failed else ""
-        return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
+        return [f"finalists: {n_trials - found.pending} of {n_trials} runs ended{without}, on {seeds}"]
     if not found.is_decided:
         return [f"finalists: no winner, because no finalist has a value for each of {seeds}"]
     if study.spec.is_multi_objective:
@@ -123,7 +123,9 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         rule = "lower trial number" if any(found.get_row(t).mean == row.mean for t in found.tie) else "better mean"
         lines.append(f"tied with {tied} ({within}); the {rule} wins")
     if (expected := found.expected_score) is not None:
-        lines.append(f"expect {expected.mean:.4f} on new data, {format_interval(expected)}: {describe_method(found)}")
+        lines.append(
+            f"expected score on new data: {expected.mean:.4f}, {format_interval(expected)}; {describe_method(found)}"
+        )
     elif found.run_scores:
         lines.append("no prediction interval: the sampling error of the validation data is unknown")
     if n_seeds == 1:
@@ -156,14 +158,16 @@ def describe_resampling(found: Finalists) -> str:
 
 def format_interval(expected: ExpectedScore) -> str:
     """Return the prediction interval of the test score as text."""
-    return f"{expected.low:.4f} to {expected.high:.4f} ({COVERAGE:.0%})"
+    return f"{expected.low:.4f} to {expected.high:.4f} ({COVERAGE:.0%} prediction interval)"
 
 
 def describe_method(found: Finalists) -> str:
     """Return a text that states whether each seed had a new split."""
     if found.is_resplit:
         return "each seed has a new train/validation split"
-    return "only the seeds are new, as data() returns fixed splits, or a test split that depends on the other splits"
+    return (
+        "only the seeds are new, because data() returns fixed splits, or a test split that depends on the other splits"
+    )
 
 
 def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:

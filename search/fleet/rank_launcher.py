@@ -77,7 +77,7 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
     given = environment.get
     if (host := given("MASTER_ADDR")) and (port := given("MASTER_PORT")):
         if not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
-            raise SearchError(f"MASTER_PORT is {port!r}; it must be a port from 1 to {_LAST_PORT}")
+            raise SearchError(f"MASTER_PORT must be in [1, {_LAST_PORT}], not {port!r}")
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):
@@ -86,8 +86,8 @@ def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) ->
         port = str(_FIRST_PORT + int(job) % _PORTS)
         return Rendezvous(f"{_find_first_host(hosts)}:{port}", f"hpsearch-{job}.{step}")
     raise SearchError(
-        f"--nodes {nodes} needs MASTER_ADDR and MASTER_PORT; set both to the same address and free port on all "
-        "machines, or start the worker with Slurm's srun"
+        f"--nodes {nodes} needs the environment variables MASTER_ADDR and MASTER_PORT; set them to the same address "
+        "and free port on all machines, or start the worker with Slurm's srun"
     )
 
 
@@ -95,7 +95,7 @@ def _find_first_host(hosts: str) -> str:
     """Return the first host name in a Slurm host list such as ``node[01-08]``."""
     scontrol = shutil.which("scontrol")
     if scontrol is None:
-        raise SearchError("--nodes under Slurm needs scontrol, which is not installed; set MASTER_ADDR and MASTER_PORT")
+        raise SearchError("--nodes under Slurm needs scontrol, which is not on PATH; set MASTER_ADDR and MASTER_PORT")
     found = subprocess.run([scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False)
     if found.returncode or not found.stdout.split():
         raise SearchError(f"SLURM_JOB_NODELIST is {hosts!r}, which scontrol rejects; set MASTER_ADDR and MASTER_PORT")
@@ -191,8 +191,8 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 code = failure.exitcode
-                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                why = f"rank {rank} of {options.world_size} ended by {how}"
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                why = f"rank {rank} of {options.world_size} {how}"
             sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
@@ -208,14 +208,16 @@ def check_devices(options: WorkerOptions) -> None:
     if options.world_size == 1:
         return
     if ":" in device:
-        raise SearchError(f"--device {device} selects one device, but --devices is {count}; remove --device")
+        raise SearchError(
+            f"--device {device} selects one device, but each trial needs {options.world_size} devices; remove --device"
+        )
     if device.startswith("cuda"):
         import torch
 
         if torch.cuda.device_count() < count:
             raise SearchError(
-                f"--devices {count} needs {count} CUDA devices, and this machine has {torch.cuda.device_count()}; give "
-                f"fewer devices, or set CUDA_VISIBLE_DEVICES= to train in {count} CPU processes"
+                f"--devices {count} needs {count} CUDA devices, but this machine has {torch.cuda.device_count()}; give "
+                f"a smaller number, or set CUDA_VISIBLE_DEVICES='' to train in {count} CPU processes"
             )
 
 

@@ -86,17 +86,17 @@ class MetricModel:
 
     Attributes:
         dataset: the training data.
-        rows: index of each trial in the dataset [trials]; -1 for a trial without a value of this metric.
+        row_by_trial: index of each trial in the dataset [trials]; -1 for a trial without a value of this metric.
         posterior: posterior of the Gaussian process.
     """
 
     dataset: GPDataset
-    rows: np.ndarray
+    row_by_trial: np.ndarray
     posterior: Posterior
 
     def predict_final_epoch(self, space: Space) -> np.ndarray:
         """Return the predicted score of each trial after the last epoch [trials]."""
-        mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.rows))
+        mean, _ = self.posterior.predict(Points.at_final_epoch(space.to_features(space.rows), self.row_by_trial))
         return mean.numpy()
 
     def predict_value(self, at: Points, *, maximize: bool) -> tuple[float, float, float]:
@@ -134,7 +134,8 @@ class MultiObjectiveSuggester:
         unreported = get_unreported_rows(study, space, exclude=trial.number)
         running = np.array([i for i, t in enumerate(observed) if t.state == TrialState.RUNNING], dtype=np.int64)
         beliefs = [
-            fantasize_running(m.posterior, space, space.rows[running], m.rows[running], unreported) for m in metrics
+            fantasize_running(m.posterior, space, space.rows[running], m.row_by_trial[running], unreported)
+            for m in metrics
         ]
         feasible = self._fit_feasibility(study, observed, distributions, broken)
         # Trials that this sampler suggested are excluded: they would move the reference point to one end of the front.

@@ -92,7 +92,7 @@ class LaunchConfig:
             ("--grace", self.grace, _MIN_GRACE_SECONDS, _MAX_GRACE_SECONDS),
         ):
             if not least <= number <= most:
-                raise SearchError(f"{option} must be from {least} to {most}, not {number}")
+                raise SearchError(f"{option} must be in [{least}, {most}], not {number}")
         self._check_gpus()
         if not _MEMORY.fullmatch(self.memory):
             raise SearchError(f"--memory {self.memory!r} is not a size; give a whole number with M, G or T, such as 8G")
@@ -105,14 +105,16 @@ class LaunchConfig:
         if self.image and not _IMAGE.fullmatch(self.image):
             raise SearchError(f"--image {self.image!r} is not an image name such as registry.example/hpsearch:0.1.0")
         self._check_url()
-        for name, text in (("--home", self.home), ("--command", " ".join(self.command)), ("the folder", self.folder)):
+        for name, text in (("--home", self.home), ("--command", " ".join(self.command)), ("this folder", self.folder)):
             if text and not text.isprintable():
-                raise SearchError(f"{name} {text!r} contains an unprintable character; remove the character")
+                raise SearchError(f"{name} {text!r} contains an unprintable character; choose another value")
 
     def _check_gpus(self) -> None:
         gpus = self.gpus
         if not (math.isfinite(gpus) and 0 <= gpus <= 64 and (gpus < 1 or gpus == int(gpus))):
-            raise SearchError(f"--gpus-per-worker must be 0, a fraction (shared GPU) or a whole number, not {gpus:g}")
+            raise SearchError(
+                f"--gpus-per-worker must be a whole number, or a fraction below 1 for a shared GPU, not {gpus:g}"
+            )
         if 0 < gpus < 1 / 64:
             raise SearchError(f"--gpus-per-worker {gpus:g} lets more than 64 workers share a GPU; give at least 0.016")
         if self.engine == "kubernetes" and 0 < gpus < 1:
@@ -135,8 +137,8 @@ class LaunchConfig:
             return
         if redact(self.storage_url) != self.storage_url:
             raise SearchError(
-                f"--storage-url {redact(self.storage_url)!r} contains a password, which would be printed; move the "
-                f"password {_PASSWORD_PLACES[self.engine]}"
+                f"--storage-url {redact(self.storage_url)!r} contains a password, which the job file would show; move "
+                f"the password {_PASSWORD_PLACES[self.engine]}"
             )
         normalise_url(self.storage_url)
         if not self.storage_url.isprintable():
@@ -260,7 +262,7 @@ def check_study_exists(launch: LaunchConfig) -> str | None:
         SearchError: the database has no such study.
     """
     if launch.engine == "kubernetes" and launch.storage_url is None:
-        return "the URL of its database is in the Secret"
+        return "the database URL is only in the Kubernetes Secret 'hpsearch'"
     try:
         services = find_services({"storage_url": launch.storage_url, "home": launch.home})
         storage = open_storage(services.storage_url, application_name="hpsearch fleet print")

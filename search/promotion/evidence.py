@@ -91,7 +91,7 @@ class Evidence:
     model_sha256: str | None = None
     refit: dict[str, Any] | None = None
 
-    def as_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON values for the database."""
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
@@ -163,7 +163,7 @@ class Confirmation:
 
     def _why_not_selected(self, refit: Refit, trial: int) -> str:
         if trial != refit.selected_trial:
-            return "the trial is not the run with the median training loss"
+            return "the trial is not the run of the refit with the median training loss"
         if self.finalists is None or (
             self.finalists.winner != refit.search_trial and refit.search_trial not in self.finalists.front
         ):
@@ -226,7 +226,7 @@ def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
     except Exception as error:  # a missing file or server must not prevent the promotion
-        log.warning("run %s: config.yaml unavailable: %s", run_id, describe_error(error))
+        log.warning("MLflow run %s: config.yaml cannot be read: %s", run_id, describe_error(error))
         return {}
     return found if isinstance(found, dict) else {}
 

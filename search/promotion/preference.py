@@ -56,7 +56,7 @@ def parse_preference(text: str, metrics: Sequence[str]) -> tuple[list[Condition]
         metric = match["metric"].strip() if match else part.strip()
         if metric not in metrics:
             raise SearchError(
-                f"--prefer {text!r}: {part.strip()!r} is not valid; write conditions, then metrics, such as "
+                f"--prefer {text!r}: {part.strip()!r} is not a condition; write conditions, then metrics, such as "
                 f"'accuracy >= 0.98 and model_mb <= 10 then latency_ms', with the metrics {', '.join(metrics)}"
             )
         if match is None:
@@ -84,7 +84,7 @@ def select_preferred(study: StoredStudy, text: str, *, infeasible: bool = False)
     """
     spec = study.spec
     if not spec.is_multi_objective:
-        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; replace --prefer by --trial")
+        raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}; replace --prefer with --trial")
     conditions, then = parse_preference(text, list(spec.direction_by_metric))
     found = read_front(study, read_finalists(study), infeasible=infeasible)
     if not found:

@@ -23,14 +23,7 @@ from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.registry import (
-    CHAMPION,
-    Registry,
-    Version,
-    check_alias,
-    check_model_name,
-    previous_alias,
-)
+from hpsearch.storage.mlflow.registry import CHAMPION, Registry, Version, check_alias, check_model_name, previous_alias
 from hpsearch.storage.records.promotions import Promotion, record_promotion
 
 
@@ -139,7 +132,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         if replaced is not None:  # first, so that a repetition after a crash still finds the former version
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
-        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=get_user_and_host())
+        record_promotion(connection, evidence.to_record(), name, version.number, alias, by=get_user_and_host())
     return PromotionResult(
         trial=chosen.number,
         model=name,
@@ -174,7 +167,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
             evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
             by = each.promoted_by
-            record_promotion(connection, evidence.as_record(), version.model, version.number, each.alias, by=by)
+            record_promotion(connection, evidence.to_record(), version.model, version.number, each.alias, by=by)
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
@@ -230,5 +223,7 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
         state += f" ({reason})"
     best = summarise(study).best
-    instead = f"give a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    instead = (
+        f"give the number of a complete trial, such as {best.number}" if best else "the study has no complete trial yet"
+    )
     raise SearchError(f"--trial {trial.number}: the trial {state}; {instead}")

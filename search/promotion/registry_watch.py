@@ -8,7 +8,9 @@ unchanged registry costs one MLflow request. The first poll of a process also co
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Self
@@ -16,13 +18,19 @@ from typing import Self
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
+from hpsearch.search.console import log_to_stderr
 from hpsearch.search.errors import SearchError
+from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.search.study.study import load_parent_study, load_study
+from hpsearch.storage.dashboard import serve_dashboard
+from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
+from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error
+from hpsearch.storage.mlflow.credentials import allow_credentials
+from hpsearch.storage.mlflow.health import check_server, describe_error
 from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
@@ -33,7 +41,7 @@ from hpsearch.storage.records.promotions import (
     read_current_promotions,
     record_promotion,
 )
-from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +135,9 @@ def _record(
     try:
         write_evidence(Registry(tracking.client), version, evidence)
     except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
-        log.warning("version %d of %s: evidence not written: %s", version.number, version.model, error)
-    record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
-    log.info("trial %d of %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
+        log.warning("version %d of model %s: tags and text not written: %s", version.number, version.model, error)
+    record_promotion(connection, evidence.to_record(), version.model, version.number, alias, by=by)
+    log.info("trial %d of study %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
 
 
 def _update_note(storage: PostgresStorage, name: str) -> None:
@@ -185,3 +193,38 @@ class RegistryWatcher:
                     log.exception("promotions cannot be synchronized; trying again")
                 is_logged = True
             self._end.wait(self._every)
+
+
+def serve_dashboard_and_watch(
+    storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False, token: str | None
+) -> None:
+    """Serve the dashboard until the process ends. The tracking server may be unavailable.
+
+    Args:
+        storage_url: Postgres database with the studies.
+        tracking_uri: MLflow server; if None, the dashboard serves no artifacts and records no promotions.
+        host: address to listen on.
+        port: port to listen on.
+        read_only: whether the pages reject changes by users; promotions are recorded even then.
+        token: token that requests must have; None to accept requests without a token.
+
+    Raises:
+        StorageError: the database is unusable, or the address is in use.
+    """
+    if tracking_uri is None:
+        return serve_dashboard(storage_url, host=host, port=port, read_only=read_only, token=token)
+    log_to_stderr(logging.WARNING)
+    check_database(storage_url)
+    allow_credentials(tracking_uri)
+
+    @functools.cache
+    def tracking() -> Tracking:
+        check_server(tracking_uri)
+        return Tracking(tracking_uri, ui_url=os.environ.get(MLFLOW_UI_URL))
+
+    # Polls every few seconds, so it needs one connection and may give up early.
+    storage = open_storage(storage_url, application_name="hpsearch-registry-watch", pool_size=1, retry_seconds=10.0)
+    with RegistryWatcher(storage, tracking):
+        artifacts = MlflowArtifactStore(lambda: tracking().client)
+        serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only, token=token)
+    return None

@@ -104,11 +104,13 @@ def serve_check(
     with storage.engine.connect() as connection:
         found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
-        raise SearchError(f"{reference}: this database has no trial of this version; give another --storage-url")
+        raise SearchError(
+            f"{reference}: the database has no trial of this model version; give the --storage-url of its study"
+        )
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
-        raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
+        raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value for the comparison")
     scored: float | None
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as name:
         folder, engine = Path(name), storage.engine
@@ -158,11 +160,13 @@ def find_version(registry: Registry, reference: str) -> Version:
         model, number = by_number.groups()
         found, wanted = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
-        raise SearchError(f"{reference!r} is not a version; give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
+        raise SearchError(
+            f"{reference!r} is not a model version; give NAME@ALIAS, such as digits@champion, or NAME/VERSION"
+        )
     if found is None:
         aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
-        hint = suggest_names(name, known) if known else "; see the models in MLflow"
+        hint = suggest_names(name, known) if known else "; see the registered models in the MLflow UI"
         raise SearchError(f"{reference}: MLflow has no {wanted}{hint}")
     return found
 

@@ -58,7 +58,7 @@ class BestWeights:
         name, number = self.study.spec.name, self.trial.number
         run_id = self.trial.user_attrs.get(RUN_ID)
         if run_id is None:
-            raise SearchError(f"trial {number} of {name!r} has no MLflow run and no stored weights; {self.error_end}")
+            raise SearchError(f"trial {number} of {name!r} has no MLflow run with its weights; {self.error_end}")
         if removed := self.trial.user_attrs.get(REMOVED_BY):
             raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.error_end}")
         try:
@@ -130,7 +130,7 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
         number, spec = trial.number, study.spec
         module = _make_exporter(study, weights, best)
         tags = write_model(module, folder / "model", checkpoint=path, objective=spec.objective, number=number)
-        with mlflow_request(f"take the model of trial {number}"):
+        with mlflow_request(f"store the model of trial {number}"):
             epoch = _read_best_epoch(tracking, run_id, f"val_{spec.metric}", best)
             record = model_record(spec, number, run_params(spec, trial.params), epoch, tags)
             return ensure_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")

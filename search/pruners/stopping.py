@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from hpsearch.search.pruners.base import (
+from hpsearch.search.pruners.base_and_halving import (
     Decision,
     DecisionDetails,
     Halving,
@@ -106,9 +106,9 @@ class Threshold(PrunerSpec):
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.lower is None and self.upper is None:
-            raise ValueError("threshold has no bound; give the option lower or upper")
+            raise ValueError("the pruner threshold has no bound; give the option lower or upper")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ValueError(f"lower {self.lower:g} is greater than upper {self.upper:g}; swap the bounds")
+            raise ValueError(f"lower={self.lower:g} is greater than upper={self.upper:g}; swap the bounds")
         return self
 
     def get_metric_name(self) -> str | None:
@@ -147,7 +147,9 @@ class Patient(PrunerSpec):
     @model_validator(mode="after")
     def _check_wrapped(self) -> Self:
         if self.wrapped is not None and self.wrapped.get_rung_schedule(1_000_000) is not None:
-            raise ValueError(f"patient cannot wrap {self.wrapped.name}, which pauses trials; wrap another pruner")
+            raise ValueError(
+                f"the pruner patient cannot wrap {self.wrapped.name}, which pauses trials; wrap another pruner"
+            )
         return self
 
     def fit_to_epochs(self, epochs: int) -> Self:
@@ -166,7 +168,8 @@ class Patient(PrunerSpec):
         cutoff = prior - self.min_delta if case.maximize else prior + self.min_delta
         if not case.is_worse(since, cutoff):
             return case.keep(value=since, cutoff=cutoff)
-        why = f"{case.format_comparison(since, cutoff, best=True)} since epoch {after[0] + 1}; best before: {prior:.6g}"
+        compared = case.format_comparison(since, cutoff, best=True)
+        why = f"{compared} since epoch {after[0] + 1}; best value before: {prior:.6g}"
         if self.wrapped is None:
             return case.prune(why, value=since, cutoff=cutoff)
         decision = self.wrapped.decide(replace(case, pruner=self.wrapped.name), peers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
-from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext, RungValue
+from hpsearch.search.pruners.base_and_halving import Decision, OtherTrials, PruningContext, RungValue
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
@@ -86,7 +86,7 @@ class StudyPruner:
     def _find_final_violations(self, reported: Mapping[str, float]) -> list[str]:
         """Return the violated constraints on metrics that training does not change, such as model size and speed."""
         constant = {name for name in reported if name in MODEL_METRICS and MODEL_METRICS[name].is_constant}
-        found = [(bound, reported[bound.metric]) for bound in self._spec.bounds if bound.metric in constant]
+        found = [(bound, reported[bound.metric]) for bound in self._spec.constraint_bounds if bound.metric in constant]
         return [bound.format_violation(value) for bound, value in found if bound.violation(value) > 0]
 
     def _make_peers(self, trial: FrozenTrial) -> OtherTrials:

@@ -261,7 +261,7 @@ def make_front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
         "trials": [trial.number for trial in summary.front],
         "bounds": [
             {"metric": names.index(bound.metric), "limit": bound.limit, "text": str(bound)}
-            for bound in spec.bounds
+            for bound in spec.constraint_bounds
             if bound.metric in names
         ],
     }
@@ -285,7 +285,9 @@ def make_front_section(
         "numbers": numbers,
         "rows": [row for row in rows if row["number"] in numbers][:_MAX_FRONT_ROWS],
         "left": max(len(summary.front) - _MAX_FRONT_ROWS, 0),
-        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.direction_by_metric),
+        "undrawn": " and ".join(
+            str(bound) for bound in spec.constraint_bounds if bound.metric not in spec.direction_by_metric
+        ),
         "reference": ", ".join(f"{name} {format_value(value)}" for name, value in worst),
     }
 

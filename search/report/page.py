@@ -174,7 +174,7 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
 
 
 def _join_bounds(study: StoredStudy) -> str:
-    return " and ".join(map(str, study.spec.bounds))
+    return " and ".join(map(str, study.spec.constraint_bounds))
 
 
 def _format_early_stop(study: StoredStudy) -> str:

@@ -10,14 +10,14 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.search.console import format_command
 from hpsearch.search.freeze_thaw.forecast import Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
-from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
-from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
+from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL, RUNG
 from hpsearch.storage.display import find_link
-from hpsearch.storage.trials.history import RunInterval, read_run_intervals
+from hpsearch.storage.trials.history import AttemptRecord, RunInterval, read_attempts, read_run_intervals
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 
@@ -172,3 +172,26 @@ def _spread_epochs(times: list[tuple[float, float]], steps: Sequence[int]) -> It
             if left <= 0:
                 break
         yield moment, step
+
+
+# Outcomes of an attempt after which the trial waits.
+_OUTCOMES = {"released": "was released by its worker", "lost": "lost its worker", "failed": "failed"}
+
+
+def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
+    """Return the reasons why trials wait, by trial number."""
+    waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
+    attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
+    enqueued = "enqueued: no worker has claimed the trial yet"
+    if waiting and study.early_stop is not None:
+        enqueued = f"enqueued: the study stopped early; resume it with {format_command('start', study.spec.name)}"
+    found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
+    return {trial.number: _format_waiting_reason(trial, past[-1]) if past else enqueued for trial, past in found}
+
+
+def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
+    if last.outcome == "paused" and (at := trial.user_attrs.get(RUNG)):
+        return f"paused at rung {at['rung']}, epoch {at['epoch'] + 1}, with rank {at['rank']} of {at['reached']}"
+    ended = _OUTCOMES.get(last.outcome or "", "must be repeated")
+    why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
+    return f"attempt {last.number} {ended}{why}; a free worker resumes the trial next"

@@ -164,8 +164,12 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     chosen, created = companion.study, companion.is_new
     _print_finalists(console, study, chosen, created=created)
     if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:
-        winner = f"trial {effective.winner}" if effective.winner is not None else f"front {list(effective.front)}"
-        console.print(f"until the new set has a winner, {effective.study} is valid: {winner}", style="yellow")
+        winner = (
+            f"trial {effective.winner}" if effective.winner is not None else f"Pareto front {list(effective.front)}"
+        )
+        console.print(
+            f"until the new finalists have a winner, the winner of {effective.study} remains: {winner}", style="yellow"
+        )
     pending = tabulate_finalists(study, chosen).pending
     interrupted, gave_up = train_companion_study(console, companion, options, workers if pending else 0)
     found = tabulate_finalists(study, chosen)

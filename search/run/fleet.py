@@ -123,7 +123,9 @@ def run_fleet(
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
     fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)
-    others = f", from {fleet.slots[0].log.name} on; another run writes the other logs" if fleet.slots[0].index else ""
+    others = (
+        f", first log: {fleet.slots[0].log.name}; another run writes the earlier logs" if fleet.slots[0].index else ""
+    )
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine
     has_printed_stop = False
@@ -148,7 +150,9 @@ def run_fleet(
                         fleet.stop()
                     if stop.is_set() and not has_printed_stop:
                         has_printed_stop = True
-                        view.print_line("stopping: workers finish their epoch and save (Ctrl-C again kills them)")
+                        view.print_line(
+                            "stopping: workers finish their epoch and save a checkpoint (Ctrl-C again kills them)"
+                        )
                     time.sleep(_POLL_SECONDS)  # not an Event, on whose lock the signal handler would wait
                 view.update(poll_progress()[0])
         finally:

@@ -19,7 +19,7 @@ from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_stud
 from hpsearch.search.services import Services
 from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
-from hpsearch.search.study.smoke import smoke_test
+from hpsearch.search.study.preflight import smoke_test
 from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
@@ -76,7 +76,7 @@ def run_search(
         start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
-            show_step("overfitting one batch")
+            show_step("smoke test: overfitting one batch")
         smoke_warning = smoke_test(study, objective, None if tracking_error else services.open_tracking())
     begin = summarise(study)
     _print_begin(console, study, objective, begin, workers=workers, created=created)
@@ -158,7 +158,7 @@ def _finish_search(
     if interrupted:
         console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:
-        console.print(f"stopped {stopped}; run {format_command('start', study.spec.name)} first to continue")
+        console.print(f"study stopped {stopped}; to continue, first run {format_command('start', study.spec.name)}")
     elif not is_finished and study.spec.timeout is not None and not gave_up:
         console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
         is_finished = True

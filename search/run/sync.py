@@ -88,5 +88,5 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         console.print(f"{text}, {left} not sent{reason}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
-        console.print(f"{text}, nothing is left")
+        console.print(f"{text}, no unsent records are left")
     return SyncResult(sent, left, tuple(problems))

@@ -112,10 +112,10 @@ def _describe_fetch_error(error: Exception, folder: Path) -> str:
     """
     text = _to_one_line(str(getattr(error, "stderr", None) or error))  # git's output, without its command line
     if isinstance(error, FileNotFoundError) or "not our ref" in text or getattr(error, "status", None) in (404, 422):
-        return "is not in OptunaHub's registry: give an existing package, and a commit that contains this package"
+        return "is not in OptunaHub's registry; give an existing package, and a commit that contains this package"
     why = text.rpartition("fatal: ")[2].strip(" '") or type(error).__name__
     return (
-        f"cannot be downloaded from OptunaHub ({why}): connect this machine to github.com, or copy {folder} "
+        f"cannot be downloaded from OptunaHub ({why}); connect this machine to github.com, or copy {folder} "
         "from a machine that has it"
     )
 

@@ -86,7 +86,7 @@ class RegisteredOptions(Options):
             others = ", ".join(sorted(name for name, kind in self.registry.items() if kind.can_be_multi_objective))
             raise ValueError(
                 f"--{self.family} {self.name} supports a single metric; with --directions use one of {others}, or "
-                "replace --directions by one --metric"
+                "replace --directions with one --metric"
             )
 
     @classmethod
@@ -113,10 +113,11 @@ def format_validation_error(setting: str, first: Mapping[str, Any]) -> str:
     """Return a pydantic error as one line with the setting, its value and the constraint."""
     if first["type"] == "value_error":
         return f"{setting}: {first['ctx']['error']}"
-    return f"{setting} is {first['input']!r}: {rephrase_error(str(first['msg']))}"
+    return f"{setting} {rephrase_error(str(first['msg'])).removeprefix('it ')}, not {first['input']!r}"
 
 
 def rephrase_error(message: str) -> str:
     """Return a pydantic message as a clause: ``it must have at least 1 character``."""
     clause = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
-    return clause.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    clause = clause.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return clause.replace("greater than", "above").replace("less than", "below")

@@ -136,7 +136,7 @@ def resolve_metrics(given: dict[str, Any]) -> dict[str, Any]:
     if named not in directions:
         raise ValueError(f"--metric {named!r} is not in --directions {', '.join(directions)}; remove --metric")
     if named != metric:
-        raise ValueError(f"--metric {named!r} must be the first in --directions, as it selects the best epoch")
+        raise ValueError(f"--metric {named!r} must be first in --directions, because it selects the best epoch")
     if (other := given.get("direction", direction)) != direction:
         raise ValueError(f"--direction {other} contradicts --directions {metric}={direction}; remove --direction")
     several = None if len(directions) == 1 else directions

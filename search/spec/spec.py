@@ -235,19 +235,19 @@ class StudySpec(Options):
         return tuple(direction == "maximize" for direction in self.direction_by_metric.values())
 
     @property
-    def bounds(self) -> tuple[Bound, ...]:
+    def constraint_bounds(self) -> tuple[Bound, ...]:
         """The constraints as bounds on metrics."""
         return make_bounds(self.constraints or {})
 
     def list_violations(self, values: Mapping[str, float]) -> list[str]:
         """Return a line for each constraint that `values` violate: ``model_mb 12.5 is not <= 10``."""
-        found = [(bound, values[bound.metric]) for bound in self.bounds]
+        found = [(bound, values[bound.metric]) for bound in self.constraint_bounds]
         return [bound.format_violation(value) for bound, value in found if bound.violation(value) > 0]
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
         """The metrics that a trial reports in addition to `metric`: other optimized and constrained metrics."""
-        named = dict.fromkeys([*self.direction_by_metric, *(bound.metric for bound in self.bounds)])
+        named = dict.fromkeys([*self.direction_by_metric, *(bound.metric for bound in self.constraint_bounds)])
         return tuple(name for name in named if name != self.metric)
 
     def select_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -28,12 +28,12 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         else:
             raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
     except OSError as error:
-        raise SearchError(f"--spec {path}: cannot be read ({error.strerror})") from None
+        raise SearchError(f"--spec {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise SearchError(f"--spec {path}: is not UTF-8 text; save it as UTF-8") from None
+        raise SearchError(f"--spec {path} is not UTF-8 text; save the file as UTF-8") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None
     if not isinstance(values, dict):
-        raise SearchError(f"--spec {path}: must contain settings such as 'n_trials', not {type(values).__name__}")
+        raise SearchError(f"--spec {path} must contain settings such as 'n_trials', not {type(values).__name__}")
     return convert_names_to_tables(values)

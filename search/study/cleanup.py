@@ -1,4 +1,4 @@
-"""Find and remove the files of a study that are no longer needed.
+"""Find and remove the files of a study that are no longer needed, and delete studies.
 
 Files of running and waiting trials, of registered model versions and of finalists are never removed. Files of trials
 that are not among the best can be removed, because further trials only lower the rank of a trial.
@@ -14,9 +14,18 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
+from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_removable_checkpoints
-from hpsearch.search.study.study import StoredStudy, get_runs_folder, list_finalist_trials
+from hpsearch.search.study.control import count_running
+from hpsearch.search.study.study import (
+    StoredStudy,
+    get_outbox_folder,
+    get_runs_folder,
+    list_finalist_trials,
+    load_study,
+)
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
@@ -27,6 +36,7 @@ from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
+from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 
 KEPT_TOP_TRIALS = 5
 _REMOVED_BY_GC = "hpsearch gc removed its model and its best checkpoint"
@@ -146,8 +156,8 @@ def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[
 
     size = sum(of_run.model_bytes + of_run.checkpoint_bytes for of_run in files.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in files))
-    front = "the front and " if study.spec.is_multi_objective else ""
-    kind = f"models and best checkpoints except those of {front}the best {keep_top}"
+    front = "the Pareto front and " if study.spec.is_multi_objective else ""
+    kind = f"models and best checkpoints except those of {front}the best {keep_top} trials"
     return [Garbage(study.spec.name, kind, numbers, size, "MLflow", remove)]
 
 
@@ -224,3 +234,59 @@ def _make_folder_garbage(study: StoredStudy, kind: str, folders: dict[int, list[
 
     size = sum(compute_folder_bytes(path) for paths in folders.values() for path in paths)
     return Garbage(study.spec.name, kind, tuple(sorted(folders)), size, "this machine", remove)
+
+
+def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
+    """Return the studies to delete, in this order: finalist studies, refit studies, and the search.
+
+    The search is last, because its id is needed to find its finalist and refit studies.
+
+    Raises:
+        SearchError: one of the studies has running trials.
+    """
+    names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
+    companions = [load_study(study.storage, name) for some in names for name in some]
+    for each in (study, *companions):
+        if running := count_running(each):
+            raise SearchError(
+                f"study {each.spec.name!r} has {pluralize(running, 'running trial')}; "
+                f"stop the study first with {format_command('stop', each.spec.name)}"
+            )
+    return [*companions, study]
+
+
+def describe_deletion(study: StoredStudy) -> str:
+    """Return a text that lists what `delete_study` would delete, for the confirmation prompt.
+
+    Raises:
+        SearchError: trials of the study, its finalists or its refits are running.
+    """
+    items = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
+    items += ", its finalist and refit studies" if len(list_studies_to_delete(study)) > 1 else ""
+    evaluation = read_test_evaluation(study.engine, study.study_id)
+    return items + (", and the record of its test evaluation" if evaluation else "")
+
+
+def delete_study(services: Services, study: StoredStudy) -> list[str]:
+    """Delete a study with its finalist and refit studies, checkpoints and local files; return the deleted names.
+
+    Raises:
+        SearchError: trials of the study, its finalists or its refits are running, or the study's folder or checkpoint
+            URL is not one that this command may remove. Nothing was deleted then.
+        StorageError: the checkpoint store does not answer.
+    """
+    deleted = list_studies_to_delete(study)
+    removable = {
+        each.study_id: (
+            open_removable_checkpoints(each, services.home, services.checkpoint_url),
+            (get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)),
+        )
+        for each in deleted
+    }
+    for each in deleted:
+        checkpoints, folders = removable[each.study_id]
+        each.storage.delete_study(each.study_id)
+        checkpoints.delete()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return [each.spec.name for each in deleted]

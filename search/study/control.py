@@ -190,8 +190,8 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
 
 def _describe_state(trial: FrozenTrial) -> str:
     if trial.state == TrialState.PRUNED:
-        return f"it was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
-    return f"it is {trial.state.name.lower()}"
+        return f"the trial was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
+    return f"the trial is {trial.state.name.lower()}"
 
 
 def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
@@ -204,6 +204,6 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
         trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
     except KeyError:
         trials = study.storage.get_n_trials(study.study_id)
-        numbers = f"it has the trials 0 to {trials - 1}" if trials else "it has no trials yet"
+        numbers = f"give a number from 0 to {trials - 1}" if trials else "it has no trials yet"
         raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {numbers}") from None
     return study.storage.read_trial(trial_id)

@@ -6,37 +6,34 @@ import functools
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import optuna
 import sqlalchemy as sa
-import torch
 from optuna.distributions import BaseDistribution
 from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
-from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import MetricError, wrap_user_errors
+from hpsearch.objectives.errors import wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
-from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
-from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.resolve import resolve_metric_settings, resolve_spec
 from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
+from hpsearch.search.study.preflight import check_objective_code, name_setting_of_metric
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore
@@ -110,8 +107,8 @@ def _load_earlier_study(storage: PostgresStorage, spec: StudySpec, name: str) ->
         study.require_search("give --warm-start {study} instead")
     if study.spec.direction != spec.direction:
         raise SearchError(
-            f"--warm-start {name}: the direction is {study.spec.direction} {study.spec.metric}, but the new study has "
-            f"{spec.direction} {spec.metric}; give a study with the same direction, or remove the option"
+            f"--warm-start {name}: this study is set to {study.spec.direction} {study.spec.metric}, but the new study "
+            f"to {spec.direction} {spec.metric}; give a study with the same direction, or remove the option"
         )
     return study
 
@@ -121,7 +118,9 @@ def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
-        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run the study first")
+        raise SearchError(
+            f"--warm-start {study.spec.name}: no trial of this study has reported a value; run the study first"
+        )
     return observed
 
 
@@ -130,7 +129,7 @@ def create_or_join(
     settings: dict[str, Any],
     objective: BaseObjective,
     *,
-    sanity_check: Callable[[BaseObjective, StudySpec], None],
+    preflight_check: Callable[[BaseObjective, StudySpec], None],
     check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
@@ -140,7 +139,7 @@ def create_or_join(
         storage: storage of the studies.
         settings: the given settings. Other settings come from the stored spec, or for a new study from the objective.
         objective: objective of the study.
-        sanity_check: called before a study is created; raises an error if the objective cannot be searched.
+        preflight_check: called before a study is created; raises an error if the objective cannot be searched.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
         enqueued: trials to add. A new study is created with all of them; an existing study gets those that it lacks.
 
@@ -166,7 +165,7 @@ def create_or_join(
                 "--budget-epochs, or lower --epochs"
             )
         check(spec)
-        sanity_check(objective, spec)
+        preflight_check(objective, spec)
         return spec
 
     def create_or_join_once() -> tuple[StoredStudy, bool]:
@@ -208,14 +207,16 @@ def _create(
     folder, release = f"{spec.name}-{secrets.token_hex(8)}", version("hpsearch")
     attrs = {SOURCE_SHA256: source_hash(objective), FOLDER_NAME: folder, VERSION: release, SPEC: spec.model_dump()}
 
-    def add_details(connection: sa.Connection, study_id: int) -> None:
+    def write_budget_and_warm_start(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
             create_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
         set_attrs_in(connection, study_id, warm_start, kind="system")
 
     check_lock_held(lock)
     directions = get_study_directions(spec)
-    study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=add_details)
+    study_id = storage.create_filled_study(
+        directions, spec.name, user_attrs=attrs, trials=trials, also=write_budget_and_warm_start
+    )
     return StoredStudy(spec, storage, study_id)
 
 
@@ -285,7 +286,7 @@ def begin_search(
         show("opening the study")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
         study, created = create_or_join(
-            storage, settings, objective, check=check, sanity_check=sanity_check, enqueued=enqueued
+            storage, settings, objective, check=check, preflight_check=check_objective_code, enqueued=enqueued
         )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         with suppress(StorageError):  # without the record, the code is accepted until it changes
@@ -316,7 +317,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     settings = {**settings, "objective": objective_reference(reference)}
     # Other settings are missing, because they may come from a stored study.
     spec = StudySpec.model_construct(**resolve_metric_settings(settings, objective))
-    with _name_setting_of_metric(objective, spec):
+    with name_setting_of_metric(objective, spec):
         set_metrics(objective, spec)
     _check_directions(objective, spec)
     return settings, objective
@@ -332,47 +333,3 @@ def _check_directions(objective: BaseObjective, spec: StudySpec) -> None:
     for name, direction in spec.direction_by_metric.items():
         if known.get(name, direction) != direction:
             raise SearchError(f"--directions {name}={direction} is the wrong direction; give {name}={known[name]}")
-
-
-@contextmanager
-def _name_setting_of_metric(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
-    """Add the name of the setting to errors about an invalid metric, unless the objective's class sets the metric."""
-    try:
-        yield
-    except MetricError as error:
-        metric = error.metric
-        if metric == spec.metric == type(objective).metric:
-            raise
-        flag = "--directions" if spec.is_multi_objective else "--metric"
-        setting = flag if metric in spec.direction_by_metric else "--constraints"
-        raise SearchError(f"{setting} {metric!r} {error.reason}") from None
-
-
-@kill_point("rehearse")
-def sanity_check(objective: BaseObjective, spec: StudySpec) -> None:
-    """Run each part of the objective's code once, on a configuration that the sampler could suggest.
-
-    Errors in the code are found before the study exists, instead of in its trials.
-
-    Raises:
-        ObjectiveError: the objective raised an error; the message has the file and line.
-    """
-    from hpsearch.objectives.training.loop.build import build_run
-
-    config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
-    if not isinstance(objective, Objective):
-        return  # a custom loop has no parts that could run separately
-    with _name_setting_of_metric(objective, spec):
-        build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
-
-
-def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
-    """Return a configuration that the sampler could suggest.
-
-    Raises:
-        ObjectiveError: `suggest` raised an error; the message has the file and line.
-    """
-    sampler = make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
-    scratch = optuna.create_study(sampler=sampler)
-    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
-        return objective.configure(scratch.ask())

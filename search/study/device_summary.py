@@ -65,7 +65,7 @@ def format_devices(devices: DeviceSummary) -> str:
     """Return one line with the devices, the training speed, and the trials whose number of devices changed."""
     counts, speed = devices.trial_counts, devices.samples_per_second
     parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if len(counts) > 1 else kind for kind, n in counts.items())]
-    parts += [] if speed is None else [f"{_format_rate(speed)} samples per second and device"]
+    parts += [] if speed is None else [f"{_format_rate(speed)} samples per second per device"]
     parts += [] if devices.scaling_efficiency is None else [f"scaling efficiency {devices.scaling_efficiency:.2f}"]
     parts += [
         f"trial {number} was resumed on other devices ({', then '.join(kind for kind, _ in groupby(changed))})"

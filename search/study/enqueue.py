@@ -94,9 +94,9 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     try:
         return _make_trials(str(path), "line", read(path), objective)
     except OSError as error:
-        raise SearchError(f"--enqueue {path}: cannot be read ({error.strerror})") from None
+        raise SearchError(f"--enqueue {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
+        raise SearchError(f"--enqueue {path} is not UTF-8 text; save the file as UTF-8") from None
 
 
 def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -> list[FrozenTrial]:
@@ -107,7 +107,7 @@ def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -
         with as_search_error(f"{where}: ", NotInSpaceError):
             params = validate_params(objective, space)
         if not params:
-            raise SearchError(f"{where}: no parameter has a value")
+            raise SearchError(f"{where}: no parameter has a value; give at least one")
         if same := next((before for earlier, before in found if earlier == params), None):
             raise SearchError(f"{where} repeats {unit} {same}; remove one of them")
         found.append((params, place))
@@ -126,7 +126,7 @@ def _read_csv(path: Path) -> Rows:
                 raise _make_line_error(path, 1, fault)
             for cells in rows:
                 if cells and len(cells) != len(names):
-                    fault = f"it has {pluralize(len(cells), 'cell')}, and line 1 has {len(names)}"
+                    fault = f"the line has {pluralize(len(cells), 'cell')}, but line 1 has {len(names)}"
                     raise _make_line_error(path, rows.line_num, fault)
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
@@ -182,7 +182,9 @@ def check_budget(spec: StudySpec, trials: int) -> None:
         SearchError: there are more trials than the budget allows, or the sampler, such as `grid`, lists all its trials.
     """
     if spec.sampler.is_indexed_by_trial:
-        raise SearchError(f"--enqueue is not available with {spec.sampler.name}; add the values to search_space")
+        raise SearchError(
+            f"--enqueue is not available with sampler {spec.sampler.name}; add the values to sampler.search_space"
+        )
     if trials > spec.n_trials:
         raise SearchError(
             f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise the budget, or remove some trials"

@@ -238,7 +238,7 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
         parent = None
     if parent is None or parent.study_id != of.study_id:
         raise SearchError(
-            f"study {chosen.spec.name!r} holds {of.description}, which was deleted; delete this study too: "
+            f"study {chosen.spec.name!r} holds {of.description}, which was deleted; delete this study with: "
             f"{format_command('delete', chosen.spec.name)}"
         )
     return parent

@@ -32,7 +32,7 @@ def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
     if lines := trial.user_attrs.get(VIOLATIONS):
         return [str(line) for line in lines]
     # A trial that was pruned while it was paused at a rung has only Optuna's constraint values.
-    violations = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
+    violations = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.constraint_bounds}
     return [
         bound.format_violation(bound.limit + excess if bound.operator == "<=" else bound.limit - excess)
         for bound, excess in violations.items()

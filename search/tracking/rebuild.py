@@ -18,6 +18,7 @@ from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS, SearchError
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.ranking import get_first_value
@@ -86,7 +87,11 @@ def resend(
             if trial not in list_pending_trials(study):  # its machine has sent the records and removed the checkpoint
                 continue
             problems.append(f"trial {trial.number}: {describe_error(error)}")
-            log.warning("trial %d: could not be sent to MLflow again: %s", trial.number, describe_error(error))
+            log.warning(
+                "trial %d: its MLflow run cannot be completed from a checkpoint: %s",
+                trial.number,
+                describe_error(error),
+            )
     return problems
 
 
@@ -105,7 +110,7 @@ def _resend(
         tracked.publish(result, [])
         ended = trial.datetime_complete
         at = int(ended.timestamp() * 1000) if ended is not None else None
-        tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
+        tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), is_checkpoint_kept=True, at=at)
 
 
 def _rebuild_result(
@@ -120,12 +125,15 @@ def _rebuild_result(
     """
     pointers = read_pointers(study.engine, trial._trial_id)
     if not pointers:
-        raise SearchError("no checkpoint exists, and the machine that trained the trial has not sent the model")
+        again = format_command("sync", study.spec.name)
+        raise SearchError(f"the trial has no checkpoint; run {again} on the machine that trained it, to send its model")
     last = folder / "last.pt"
     checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):
-        raise SearchError(f"the checkpoint has best value {best['value']:.6g}, not {get_first_value(trial):.6g}")
+        raise SearchError(
+            f"the checkpoint's best value, {best['value']:.6g}, is not the trial's value, {get_first_value(trial):.6g}"
+        )
     checkpoint.write(folder / "best.pt", best)
     return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

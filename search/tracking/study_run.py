@@ -118,7 +118,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     except Exception as error:  # MLflow's client rejects requests with several types of errors
         if is_retryable(error):
             raise
-        log.warning("run %s: results of the finalists not logged (%s)", run, describe_error(error))
+        log.warning("MLflow run %s: results of the finalists not logged (%s)", run, describe_error(error))
 
 
 def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         value = f"val {escape_markdown(spec.metric)} {get_first_value(best):.4f}"
         lines += ["", f"Best: {_format_trial_link(best)}, {value} with {params}."]
     if summary.out_of_bounds:
-        bounds = " or ".join(format_markdown_code(str(bound)) for bound in spec.bounds)
+        bounds = " or ".join(format_markdown_code(str(bound)) for bound in spec.constraint_bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]
     for line in format_confirmation(study):
         lines += ["", escape_markdown(f"{line[:1].upper()}{line[1:]}.")]

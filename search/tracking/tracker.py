@@ -27,7 +27,7 @@ from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trials.claims import Claim, PrunedTrial, RetriesExhausted
@@ -194,7 +194,7 @@ class Tracker:
         if isinstance(trial, PrunedTrial) and trial.decision:
             journal.append(make_pruning_tags(trial.decision))
         outcome = Outcome.PRUNED if isinstance(trial, PrunedTrial) else Outcome.LOST
-        journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
+        journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), is_checkpoint_kept=False))
         self.sender.wake(is_urgent=True)
 
     def flush(

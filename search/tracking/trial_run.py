@@ -215,7 +215,10 @@ class TrialTracking:
     def _store_files(self, files: list[Path], best: Path | None) -> bool:
         """Store files and the best checkpoint as artifacts of the run; return whether there was space for all files."""
         if not self._tracker.outbox.has_space():
-            log.warning("trial %d: disk of the outbox full; files and model are not sent to MLflow", self._claim.number)
+            log.warning(
+                "trial %d: disk of the outbox folder is full; files and model are not sent to MLflow",
+                self._claim.number,
+            )
             return False
         stored = [self.journal.store_artifact(path) for path in files]
         stored += [self.journal.store_artifact(best, folder="checkpoints")] if best is not None else []
@@ -258,7 +261,7 @@ class TrialTracking:
         best = next(record for record in result.history if record.epoch == result.best_epoch)
         self.journal.append(model_record(self._spec, self._claim.number, self._params, best, tags))
 
-    def tag_bounds(self, lines: list[str]) -> None:
+    def tag_violations(self, lines: list[str]) -> None:
         """Tag the run with the violated constraints, one text per constraint."""
         self.journal.append(journal_records.Tags({tag_names.OUT_OF_BOUNDS: "; ".join(lines)}))
 
@@ -273,17 +276,17 @@ class TrialTracking:
         return f"{PENDING}: records not yet sent from {socket.gethostname()}"
 
     @kill_point("finish run")
-    def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:
+    def finish(self, outcome: Outcome, reason: str, *, is_checkpoint_kept: bool = False, at: int | None = None) -> None:
         """End the run with the outcome of the trial, after all other records.
 
         Args:
             outcome: the outcome of the trial.
             reason: the reason, as text for users.
-            kept: whether the trial's last checkpoint is kept until MLflow has all records.
+            is_checkpoint_kept: whether the trial's last checkpoint is kept until MLflow has all records.
             at: end time in Unix milliseconds; None uses the current time.
         """
         at = int(time.time() * 1000) if at is None else at
-        self._close(journal_records.End(outcome, reason, at, kept))
+        self._close(journal_records.End(outcome, reason, at, is_checkpoint_kept))
 
     def leave_open(self) -> None:
         """Close the journal, and leave the run open for the trial's next attempt."""

@@ -135,7 +135,7 @@ class Attempt:
         throughput = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
         if isinstance(decision := result.verdict.reason, Decision):
-            record = decision.record()
+            record = decision.to_record()
             self._tracked.tag_pruning(record)
             last = spec.select_metrics(result.history[-1].metrics)
             value, attrs = session.last_value, {PRUNING: record, **throughput}
@@ -145,7 +145,7 @@ class Attempt:
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
             if result.resplit_score is not None:
                 value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
-                attrs = {**throughput, RESPLIT_SCORE: result.resplit_score.record()}
+                attrs = {**throughput, RESPLIT_SCORE: result.resplit_score.to_record()}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 attrs = {**throughput, REFIT: {"train_loss": loss}}
@@ -201,13 +201,13 @@ class Attempt:
         if violations:
             missing = [line for line in violations if line not in reason]
             reason += f"; out of bounds: {', '.join(missing)}" if missing else ""
-            self._tracked.tag_bounds(violations)
+            self._tracked.tag_violations(violations)
         attrs = {REASON: reason, TRACKING: self._tracked.get_state(), VIOLATIONS: violations or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}
         system = {} if metrics is None else measure_violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
-        self._tracked.finish(outcome, reason, kept=kept)
+        self._tracked.finish(outcome, reason, is_checkpoint_kept=kept)
         return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:

@@ -17,13 +17,7 @@ from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import (
-    check_release,
-    get_runs_folder,
-    load_study,
-    require_measurable,
-    resolve_tracking,
-)
+from hpsearch.search.study.study import check_release, get_runs_folder, load_study, require_measurable, resolve_tracking
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
@@ -143,6 +137,6 @@ class WorkerContext:
     def is_stopping(self) -> bool:
         """Return whether the worker should stop. The end of its fleet also stops the worker."""
         if not self.shutdown.is_shutting_down and self.is_fleet_gone is not None and self.is_fleet_gone():
-            log.warning("the hpsearch process of this worker has ended; the worker stops")
-            self.shutdown.begin()
+            log.warning("the hpsearch process that started this worker has ended; the worker stops")
+            self.shutdown.start()
         return self.shutdown.is_shutting_down

@@ -30,7 +30,7 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
         device: device of the process; None selects a GPU if there is one, else the CPU.
         devices: number of devices of this kind that train each trial together.
     """
-    engine, job = detect_engine(os.environ)
+    engine, job = read_engine_and_job(os.environ)
     device = device or get_default_device()
     if devices > 1:
         device = f"{devices} x {device.partition(':')[0]}"
@@ -44,7 +44,7 @@ def get_default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def detect_engine(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+def read_engine_and_job(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the engine that started a process with this environment, and the engine's job id; None if unknown."""
     given = environment.get
     if job := given("SLURM_JOB_ID"):

@@ -9,13 +9,7 @@ import optuna
 
 from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
-from hpsearch.search.process import (
-    EXIT_DONE,
-    EXIT_DRAINED,
-    EXIT_GAVE_UP,
-    EXIT_UNAVAILABLE,
-    StopEvent,
-)
+from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.study_run import close_if_spent
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
@@ -68,7 +62,7 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
-        current_ranks().on_stop_request = context.shutdown.begin  # called if another rank gets the signal
+        current_ranks().on_stop_request = context.shutdown.start  # called if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
         exit_code = Worker(context).run_trials()

@@ -40,7 +40,7 @@ class WorkerOptions(Options):
 
     device: str | None = Field(
         default=None,
-        description="cpu, cuda or cuda:N  [default: cuda if available]",
+        description="Device to train on: cpu, cuda or cuda:N  [default: cuda if available]",
     )
     devices: int = Field(
         default=1,
@@ -58,7 +58,7 @@ class WorkerOptions(Options):
     collective_timeout: Number | None = Field(
         default=None,
         gt=0,
-        description="Seconds within which all devices of a trial must reach each step  [default: half of --lease]",
+        description="Timeout in seconds of collective operations of a trial's devices  [default: half of --lease]",
     )
     grace: Number = Field(
         default=DEFAULT_GRACE_SECONDS,
@@ -78,7 +78,7 @@ class WorkerOptions(Options):
         description="Exit after N seconds without a trial to run while other workers run the remaining trials",
     )
     max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
-    max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds as if SIGTERM was sent")
+    max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds as after SIGTERM")
     stall_factor: Number | None = Field(
         default=None,
         gt=1,

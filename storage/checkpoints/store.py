@@ -274,22 +274,22 @@ def _open(url: str, head: str) -> tuple[Any, str]:
 
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
-        raise StorageError(f"{head} is empty: give a folder or a URL such as s3://bucket/prefix")
+        raise StorageError(f"{head} is empty; give a folder or a URL such as s3://bucket/prefix")
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():
-            raise StorageError(f"{head} is not an absolute path: write file:///FOLDER, with three slashes")
+            raise StorageError(f"{head} is not an absolute path; write file:///FOLDER, with three slashes")
         url = f"file://{path.absolute()}"
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError:
         package = _PACKAGES.get(protocol, f"PACKAGE, with fsspec's driver for {protocol}")
-        raise StorageError(f"{head} needs a package that is not installed: pip install {package}") from None
+        raise StorageError(f"{head} needs a package that is not installed; run pip install {package}") from None
     except ValueError as error:
         if "not known" not in str(error):
             raise StorageError(f"{head} cannot be parsed: {redact_password(str(error), url)}") from None
         known = "file, s3, gs, abfs, sftp or another protocol of fsspec"
-        raise StorageError(f"{head}: unknown protocol {protocol!r}: use {known}") from None
+        raise StorageError(f"{head} has the unknown protocol {protocol!r}; use {known}") from None
     except Exception as error:  # the driver connected immediately, and failed
         reason = redact_password(format_error(error, 300), url)
         raise CheckpointStoreError(f"{head} cannot be used ({reason})") from None

@@ -34,44 +34,44 @@ _UNKNOWN_HOST = re.compile("name or service not known|nodename nor servname", re
 _EXPLANATIONS = (
     (
         "could not translate host name|name or service not known|nodename nor servname",
-        "the host name {host!r} cannot be resolved: check its spelling and the network",
+        "the host name {host!r} cannot be resolved; check its spelling and the network",
     ),
     (
         'database ".*" does not exist|no such database',
-        "there is no database {database!r} on {where}: create it, or correct the name in the URL",
+        "there is no database {database!r} on {where}; create it, or correct the name in the URL",
     ),
     (
         'role ".*" does not exist',
-        "there is no user {user!r} on {where}: create the user, or correct the URL",
+        "there is no user {user!r} on {where}; create the user, or correct the URL",
     ),
     (
         "password authentication failed|no password supplied|authentication failed|no such user",
-        "Postgres at {where} rejected the password of user {user!r}: correct the password",
+        "Postgres at {where} rejected the password of user {user!r}; correct the password",
     ),
     (
         r"no pg_hba\.conf entry",
-        "Postgres at {where} does not admit user {user!r} from this host: add both to pg_hba.conf",
+        "Postgres at {where} does not admit user {user!r} from this host; add the user and the host to pg_hba.conf",
     ),
     (
         "permission denied for database",
-        "user {user!r} may not connect to database {database!r}: GRANT CONNECT ON DATABASE {database} TO {user}",
+        "user {user!r} may not connect to database {database!r}; GRANT CONNECT ON DATABASE {database} TO {user}",
     ),
     (
         "too many clients|remaining connection slots|too many connections",
-        "Postgres at {where} has no free connection: raise max_connections or start fewer workers",
+        "Postgres at {where} has no free connection; raise max_connections or start fewer workers",
     ),
     (
         "server closed the connection unexpectedly|expected authentication request|connection reset by peer"
         "|invalid response to ssl negotiation|unsupported frontend protocol",
-        "the server at {where} is not Postgres: check host and port",
+        "the server at {where} is not Postgres; check host and port",
     ),
     (
         "timeout expired|timed out",
-        "{where} does not answer in time: check host and port, firewalls, and that it is a Postgres server",
+        "{where} does not answer in time; check host and port, firewalls, and that it is a Postgres server",
     ),
     (
         "connection refused|no route to host|network is unreachable|no such file or directory",
-        "nothing listens at {where}: check host and port, and that Postgres runs there",
+        "nothing listens at {where}; check host and port, and that Postgres runs there",
     ),
 )
 
@@ -256,17 +256,17 @@ def _check_once(url: str) -> None:
         cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
         user, read_only, schema = cursor.fetchone()
         if read_only:
-            raise StorageError(f"{head}: this Postgres server is a read-only replica: give the primary's URL")
+            raise StorageError(f"{head}: this Postgres server is a read-only replica; give the primary's URL")
         if schema is None:
-            raise StorageError(f"{head}: user {user!r} cannot use the schema: GRANT USAGE ON SCHEMA public TO {user}")
+            raise StorageError(f"{head}: user {user!r} cannot use the schema; GRANT USAGE ON SCHEMA public TO {user}")
         cursor.execute(PARTIAL_RESTORE_QUERY)
         if cursor.fetchone() == (True,):
-            raise StorageError(f"{head}: a restore was interrupted: run the same 'hpsearch restore' again")
+            raise StorageError(f"{head}: a restore was interrupted; run the same 'hpsearch restore' again")
         _check_tables(cursor, user, head)
         for owner, found, needed in read_schema_revisions(cursor):
             if found != needed:
                 raise StorageError(
-                    f"{head}: the tables belong to another version of {owner} (schema {found}, required {needed}): "
+                    f"{head}: the tables belong to another version of {owner} (schema {found}, required {needed}); "
                     "run hpsearch migrate as the owner of the database"
                 )
 
@@ -311,12 +311,12 @@ def has_table(cursor: Any, table: str) -> bool:
 def _check_tables(cursor: Any, user: str, head: str) -> None:
     rows = read_table_privileges(cursor)
     if all(is_missing for _, is_missing, _ in rows):
-        raise StorageError(f"{head}: the tables do not exist: run hpsearch migrate as the owner of the database")
+        raise StorageError(f"{head}: the tables do not exist; run hpsearch migrate as the owner of the database")
     if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):
-        raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the database's owner")
+        raise StorageError(f"{head}: tables are missing ({missing}); run hpsearch migrate as the database's owner")
     if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):
         tables = [name for name, _, rights in rows if rights]
         raise StorageError(
             f"{head}: user {user!r} lacks {lacking} on {', '.join(tables[:3])}"
-            f"{' and more' if len(tables) > 3 else ''}: GRANT {lacking} ON ALL TABLES IN SCHEMA public TO {user}"
+            f"{' and more' if len(tables) > 3 else ''}; GRANT {lacking} ON ALL TABLES IN SCHEMA public TO {user}"
         )

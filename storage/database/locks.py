@@ -117,9 +117,11 @@ def _hold_lock(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -
 
 def _convert_error(error: DBAPIError) -> Exception:
     if getattr(error.orig, "pgcode", None) == _LOCK_NOT_AVAILABLE:
-        return LockHeldError("a database lock is held by a process that may be frozen: end that process, or try again")
+        return LockHeldError(
+            "another hpsearch process holds a database lock and may be frozen; end that process, or try again"
+        )
     if is_transient(error):
-        return LockLostError("the database ended a transaction that took too long, or is unavailable: try again")
+        return LockLostError("the database ended a transaction that took too long, or is unavailable; try again")
     return error
 
 
@@ -146,7 +148,7 @@ def suggestion_lock(engine: sa.Engine, study_id: int, *, wait_seconds: float = 5
                 parameters = {"milliseconds": str(int(wait_seconds * 1000)), "kind": _SUGGESTION, "key": study_id}
                 connection.execute(_LOCK_SUGGESTION, parameters)
             except DBAPIError as error:
-                log.warning("could not acquire the suggestion lock: %s", format_error(error))
+                log.warning("could not acquire the lock that prevents duplicate suggestions: %s", format_error(error))
                 return False
             return True
 

@@ -50,7 +50,7 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
-            f"{setting} {redact(url)}: cannot create tables ({format_error(error)}): give the database owner's URL"
+            f"{setting} {redact(url)}: cannot create tables ({format_error(error)}); give the database owner's URL"
         ) from None
 
 
@@ -91,7 +91,7 @@ def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
 
 def _check_known(name: str, found: str, known: Collection[str], url: str, setting: str) -> None:
     if found not in known:
-        raise StorageError(f"{setting} {redact(url)}: the tables need a newer {name} (schema {found}): update {name}")
+        raise StorageError(f"{setting} {redact(url)}: the tables need a newer {name} (schema {found}); update {name}")
 
 
 def list_revisions(scripts: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """Retries of database statements after dropped connections, restarts and deadlocks.
 
-Repeated statements must be idempotent, because a reply may be lost after the commit.
+Repeated statements must be idempotent, because a reply may be lost after the commit: see
+`hpsearch.storage.study_storage.lost_replies`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def create_databases(
                 _restrict_connect(urls[owner], database, setting)
     except psycopg2.Error as error:
         raise StorageError(
-            f"{setting}: cannot create the databases and roles ({format_error(error)}): "
+            f"{setting}: cannot create the databases and roles ({format_error(error)}); "
             "give the URL of a superuser, or of a role with CREATEROLE and CREATEDB"
         ) from None
     return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])

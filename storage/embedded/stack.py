@@ -90,7 +90,7 @@ def read_urls(home: Path) -> Databases:
         StorageError: there is no stack in `home`.
     """
     if (stack := _load_stack(home)) is None or stack.state.postgres.port is None:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no embedded services: set another {HOME_VARIABLE}")
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no embedded services; set it to another folder")
     return stack.databases
 
 
@@ -165,7 +165,7 @@ def _read_web_status(service: WebService) -> ServiceStatus:
 def _make_stopped_status(name: str, url: str | None, record: ServiceRecord, log: Path, detail: str) -> ServiceStatus:
     if record.process is None:
         return ServiceStatus(name, "stopped", url, None, detail)
-    return ServiceStatus(name, "dead", url, None, f"it ended unexpectedly: see {log}")
+    return ServiceStatus(name, "dead", url, None, f"it ended unexpectedly; see {log}")
 
 
 def _make_silent_status(
@@ -173,8 +173,8 @@ def _make_silent_status(
 ) -> ServiceStatus:
     """Return the status of a service that runs and does not answer; `hangs` is true if it has bound its port."""
     if not hangs and time.time() - process.create_time() < START_TIMEOUT:
-        return ServiceStatus(name, "starting", url, process.pid, f"it does not answer yet: log in {log}")
-    return ServiceStatus(name, "dead", url, process.pid, f"it does not answer: see {log}")
+        return ServiceStatus(name, "starting", url, process.pid, f"it does not answer yet; see {log}")
+    return ServiceStatus(name, "dead", url, process.pid, f"it does not answer; see {log}")
 
 
 def _load_stack(home: Path) -> EmbeddedStack | None:
@@ -183,7 +183,9 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
     try:
         state = load_state(home)
     except OSError as error:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}): change it") from None
+        raise StorageError(
+            f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}); set it to another folder"
+        ) from None
     return None if state is None else EmbeddedStack(home, state)
 
 
@@ -204,13 +206,17 @@ def _lock_stack(
             lock.acquire(timeout=_LOCK_TIMEOUT)
     except filelock.Timeout:
         raise StorageError(
-            f"a process has locked {str(home / _LOCK_FILE)!r} for {_LOCK_TIMEOUT / 60:.0f} minutes: end that process"
+            f"a process has locked {str(home / _LOCK_FILE)!r} for {_LOCK_TIMEOUT / 60:.0f} minutes; end that process"
         ) from None
     except (OSError, NotImplementedError) as error:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}): set a local folder") from None
+        raise StorageError(
+            f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}); set it to a local folder"
+        ) from None
     try:
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}): set another folder") from error
+        raise StorageError(
+            f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); set it to another folder"
+        ) from error
     finally:
         lock.release()

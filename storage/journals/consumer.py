@@ -134,8 +134,8 @@ class Consumer(ABC):
             if (ended := self._outcomes.read_outcome(journal.header.trial)) is not None:
                 at = int(journal.path.stat().st_mtime * 1000)
                 # The checkpoints of a failed trial are kept, because a user may retry the trial.
-                kept = ended.outcome is not Outcome.FAILED
-                self.write_outcome(cursor, End(ended.outcome, ended.reason, at, kept))
+                is_kept = ended.outcome is not Outcome.FAILED
+                self.write_outcome(cursor, End(ended.outcome, ended.reason, at, is_kept))
             is_complete = True
         if is_complete:
             self.release(cursor)

@@ -140,7 +140,7 @@ class Journal:
         with self.mutex:
             if self.size > _MAX_JOURNAL_BYTES or self._buffer_bytes > _MAX_BUFFER_BYTES:
                 if not self.lost_records:
-                    log.warning("%s: maximum size reached; further records of the trial are dropped", self.path)
+                    log.warning("%s: maximum file size reached; further records of the trial are dropped", self.path)
                 self.lost_records += 1
                 return
             self.buffer.append(line)
@@ -188,7 +188,7 @@ class Journal:
             target.unlink(missing_ok=True)
             link_or_copy(path, target)
         except OSError as error:
-            log.warning("%s: not stored as an artifact (%s)", path.name, error.strerror)
+            log.warning("%s: file not stored as an MLflow artifact (%s)", path.name, error.strerror)
             return False
         return True
 

@@ -155,18 +155,19 @@ class End(Record):
         outcome: the outcome of the trial.
         reason: the reason of the outcome, as text for users.
         at: the time of the end in unix milliseconds.
-        kept: whether the trial's last checkpoint is kept until MLflow has the whole journal.
+        is_checkpoint_kept: whether the trial's last checkpoint is kept until MLflow has the whole journal.
     """
 
     outcome: Outcome
     reason: str
     at: int
-    kept: bool
+    is_checkpoint_kept: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record, with the outcome as the run's state tag in upper case."""
         stored = super().to_dict()
-        return {"kind": stored.pop("kind"), "state": stored.pop("outcome").run_state.upper(), **stored}
+        kind, outcome, kept = (stored.pop(name) for name in ("kind", "outcome", "is_checkpoint_kept"))
+        return {"kind": kind, "state": outcome.run_state.upper(), **stored, "kept": kept}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:

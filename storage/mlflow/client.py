@@ -279,7 +279,7 @@ class Tracking:
         if (run := get_or_none(self.client.get_run, run_id)) is None:
             return False
         if run.info.lifecycle_stage != "active":
-            raise RunDeletedError(f"the run {run_id} was deleted in the MLflow UI; restore the run there")
+            raise RunDeletedError(f"MLflow run {run_id} was deleted in the MLflow UI; restore the run there")
         return True
 
     def _create_run(self, name: str, tags: Mapping[str, str], *, start_ms: int | None = None) -> str:

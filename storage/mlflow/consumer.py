@@ -101,7 +101,7 @@ class MlflowConsumer(Consumer):
         try:
             return super().consume(cursor)
         except TrialDeletedError:
-            log.warning("%s: journal dropped, because its study was deleted", cursor.journal.folder)
+            log.warning("%s: unsent records dropped, because their study was deleted", cursor.journal.folder)
             return True
 
     def classify_error(self, error: Exception) -> Failure:
@@ -304,5 +304,5 @@ class MlflowConsumer(Consumer):
         if cursor.journal.lost_records:
             problem = problem or f"incomplete: {cursor.journal.lost_records} records lost because the disk was full"
         self._links.record_delivery(cursor.journal.header.trial, problem)
-        if end.kept and not (problem or "").startswith(PENDING):
+        if end.is_checkpoint_kept and not (problem or "").startswith(PENDING):
             self._on_delivered(cursor.journal.header.number)

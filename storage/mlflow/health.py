@@ -41,16 +41,16 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     parts = urlsplit(uri)
     shown = uri if "@" not in parts.netloc else uri.replace(parts.netloc, parts.netloc.rpartition("@")[2])
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise StorageError(f"{setting} {shown}: must be the http(s):// address of an MLflow tracking server")
+        raise StorageError(f"{setting} {shown} must be the http(s):// address of an MLflow tracking server")
     if "@" in parts.netloc:
         raise StorageError(
-            f"{setting} {shown}: must not contain a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            f"{setting} {shown} must not contain a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
     remedy = "start the MLflow server, or correct the address"
     try:
         with _get(uri, "/health") as reply:
             if reply.status != 200 or reply.read(16).strip() != b"OK":
-                raise StorageError(f"{setting} {shown}: not an MLflow server; {remedy}")
+                raise StorageError(f"{setting} {shown} is not an MLflow server; {remedy}")
         with _get(uri, "/version"):  # needs the credentials, unlike /health
             return
     except urllib.error.HTTPError as error:

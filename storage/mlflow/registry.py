@@ -75,7 +75,7 @@ def check_alias(alias: str) -> None:
     if not re.fullmatch(r"[\w-]+", alias) or len(alias) > _MAX_ALIAS:
         raise StorageError(f"{setting}: an alias contains only letters, digits, - and _, such as champion")
     if is_previous(alias):
-        raise StorageError(f"{setting}: reserved for replaced versions; choose another alias, such as {CHAMPION}")
+        raise StorageError(f"{setting} is reserved for replaced versions; choose another alias, such as {CHAMPION}")
     if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
         raise StorageError(f"{setting}: MLflow reserves 'latest' and names like 'v3'; choose another alias")
 

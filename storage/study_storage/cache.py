@@ -21,7 +21,7 @@ from hpsearch.storage.study_storage.reading import (
     read_newly_finished,
     read_study,
     read_updates,
-    to_local,
+    utc_to_local,
 )
 
 
@@ -145,5 +145,5 @@ def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
     return (
         not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
         and STATE_BY_NAME[row.state] == known.state
-        and to_local(row.datetime_start) == known.datetime_start
+        and utc_to_local(row.datetime_start) == known.datetime_start
     )

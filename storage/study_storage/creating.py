@@ -11,25 +11,15 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
-from hpsearch.storage.database.locks import format_timeouts
 from hpsearch.storage.database.statements import Database, to_sql
-from hpsearch.storage.database.trial_rows import NEXT_NUMBER, encode_value
-from hpsearch.storage.study_storage.reading import to_utc
+from hpsearch.storage.database.trial_rows import CLIENT_TIMEOUT, LOCK_STUDY, NEXT_NUMBER, encode_value
+from hpsearch.storage.study_storage.lost_replies import SELECT_CREATED_TRIAL, has_trial
+from hpsearch.storage.study_storage.reading import local_to_utc
 from hpsearch.storage.study_storage.studies import require_study
 
-# A separate statement in the same round trip: the next statement sees the commit of the last lock holder, which a
-# single statement would not.
-_LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
-
-# A retry finds the trial of the first try by its start, which has microseconds; `floor` is an id from before the first
-# try. The first try does not search: two processes of a large fleet may start a trial in the same microsecond.
 _CREATE = f"""
-    {_LOCK}
-    WITH made AS (
-        SELECT trial_id, number FROM trials
-         WHERE :repeated AND trial_id > :floor AND study_id = :study_id
-           AND datetime_start = CAST(:start AS timestamp)
-    ), new AS (
+    {LOCK_STUDY}
+    WITH made AS ({SELECT_CREATED_TRIAL}), new AS (
         INSERT INTO trials (number, study_id, state, datetime_start)
         SELECT {NEXT_NUMBER}, study_id, 'RUNNING', CAST(:start AS timestamp) FROM studies
          WHERE study_id = :study_id AND NOT EXISTS (SELECT FROM made)
@@ -37,10 +27,8 @@ _CREATE = f"""
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
 """  # noqa: S608 the parts are constants
 
-_CLIENT_TIMEOUT = format_timeouts(idle=30)  # a frozen client must not lock the study forever
-
 _INSERT = f"""
-    {_CLIENT_TIMEOUT} {_LOCK}
+    {CLIENT_TIMEOUT} {LOCK_STUDY}
     WITH given AS (
         SELECT * FROM unnest(CAST(:states AS text[]), CAST(:starts AS timestamp[]), CAST(:completes AS timestamp[]))
                WITH ORDINALITY AS g (state, start, complete, place)
@@ -115,7 +103,7 @@ def insert_trials(database: Database, study_id: int, trials: Sequence[FrozenTria
 
     def insert_rows(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
         # If the connection broke during the commit, the trials may exist.
-        if repeated and sent and _exists(connection, study_id, sent[-1][0]):
+        if repeated and sent and has_trial(connection, study_id, sent[-1][0]):
             return sent
         sent[:] = _insert_batches(connection, study_id, batches)
         return sent
@@ -162,12 +150,6 @@ def _insert_batches(
     return created
 
 
-def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
-    """Wait until the transaction that inserted a trial has ended, and return whether the trial was committed."""
-    connection.execute(to_sql(_CLIENT_TIMEOUT + _LOCK), {"study_id": study_id})
-    return connection.execute(to_sql("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
-
-
 def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
     """Return the array parameters of `_INSERT`; a "place" is the position of a trial in the batch, from 1."""
     placed = list(enumerate(trials, 1))
@@ -194,8 +176,8 @@ def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
     ]
     return {
         "states": [trial.state.name for trial in trials],
-        "starts": [to_utc(trial.datetime_start) for trial in trials],
-        "completes": [to_utc(trial.datetime_complete) for trial in trials],
+        "starts": [local_to_utc(trial.datetime_start) for trial in trials],
+        "completes": [local_to_utc(trial.datetime_complete) for trial in trials],
         **_to_columns(params, "param_places", "param_names", "param_values", "param_distributions"),
         **_to_columns(values, "value_places", "value_objectives", "value_values", "value_kinds"),
         **_to_columns(steps, "step_places", "step_steps", "step_values", "step_kinds"),

@@ -32,12 +32,12 @@ def utc_now() -> datetime:
     return datetime.now(UTC).replace(tzinfo=None)
 
 
-def to_utc(local: datetime | None) -> datetime | None:
+def local_to_utc(local: datetime | None) -> datetime | None:
     """Convert Optuna's naive local time to the naive UTC of its tables."""
     return None if local is None else local.astimezone(UTC).replace(tzinfo=None)
 
 
-def to_local(utc: datetime | None) -> datetime | None:
+def utc_to_local(utc: datetime | None) -> datetime | None:
     """Convert the naive UTC of the tables to Optuna's naive local time."""
     return None if utc is None else utc.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
 
@@ -54,8 +54,8 @@ def make_bare_trial(row: Any) -> FrozenTrial:
         number=row.number,
         state=STATE_BY_NAME[row.state],
         value=None,
-        datetime_start=to_local(row.datetime_start),
-        datetime_complete=to_local(row.datetime_complete),
+        datetime_start=utc_to_local(row.datetime_start),
+        datetime_complete=utc_to_local(row.datetime_complete),
         params={},
         distributions={},
         user_attrs={},
@@ -252,8 +252,8 @@ def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial
         state=STATE_BY_NAME[row.state],
         value=None,
         values=[decode_value(*pair) for pair in results] or None,
-        datetime_start=to_local(row.datetime_start),
-        datetime_complete=to_local(row.datetime_complete),
+        datetime_start=utc_to_local(row.datetime_start),
+        datetime_complete=utc_to_local(row.datetime_complete),
         params=params,
         distributions=distributions,
         user_attrs=_attrs(known.user_attrs if known else {}, row.user_keys, row.user_values),
@@ -291,11 +291,11 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
         trials = [make_bare_trial(row) for row in rows]
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
         if finished:
-            _add_details(database, finished, {"study_id": study_id, "last": max(finished)})
+            _fill_values_and_attrs(database, finished, {"study_id": study_id, "last": max(finished)})
     return trials
 
 
-def _add_details(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
+def _fill_values_and_attrs(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
     """Add details to the trials; rows of trials that finished after `trials` was read are skipped."""
 
     def fetch(table: str, order: str, columns: str) -> Rows:

@@ -160,13 +160,13 @@ class PostgresStorage(BaseStorage):
             DuplicatedStudyError: a study with this name exists.
         """
 
-        def add_details(connection: sa.Connection, study_id: int) -> None:
+        def write_attrs_and_trials(connection: sa.Connection, study_id: int) -> None:
             studies.set_attrs_in(connection, study_id, user_attrs)
             creating.insert_trials_in(connection, study_id, trials)
             if also is not None:
                 also(connection, study_id)
 
-        return studies.create_study(self._database, study_name, directions, fill=add_details)
+        return studies.create_study(self._database, study_name, directions, fill=write_attrs_and_trials)
 
     def delete_study(self, study_id: int) -> None:
         self._drop_caches(study_id)

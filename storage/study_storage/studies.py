@@ -13,6 +13,7 @@ from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
 from hpsearch.storage.database.statements import Database, Rows, to_sql
+from hpsearch.storage.study_storage.lost_replies import has_study
 
 AttrKind = Literal["user", "system"]
 
@@ -101,7 +102,7 @@ def create_study(
 
     def insert_rows(connection: sa.Connection, repeated: bool) -> int:
         # If the connection broke during the commit, the study may exist.
-        if repeated and created and connection.execute(to_sql(_SELECT_ID), {"name": name}).scalar() == created[0]:
+        if repeated and created and has_study(connection, created[0], name):
             return created[0]
         arguments = {"name": name, "directions": [direction.name for direction in directions]}
         created[:] = [connection.execute(to_sql(_CREATE), arguments).scalar_one()]

@@ -24,7 +24,8 @@ from hpsearch.storage.database.trial_rows import (
     make_attr_parameters,
     make_value_parameters,
 )
-from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, to_local
+from hpsearch.storage.study_storage.lost_replies import has_state
+from hpsearch.storage.study_storage.reading import FINISHED_STATES, STATE_BY_NAME, read_trial, utc_to_local
 
 # `trial` is locked, so that no other process can finish it now; `mine` is the same row if writes are allowed.
 _UNOWNED_GUARD = """
@@ -173,25 +174,9 @@ def write_state(
         parts.append(SET_VALUES)
         parameters |= make_value_parameters(values)
     rows, repeated = database.fetch_with_retry_flag(", ".join(parts) + _SELECT_STATE_AND_MOVED, parameters)
-    if repeated and not (rows and rows[0].moved) and _is_already_written(database, trial_id, state, values, now):
-        return True
+    if repeated and not (rows and rows[0].moved) and (found := read_trial(database, trial_id)) is not None:
+        trial, _ = found
+        if has_state(trial, state, values, utc_to_local(now)):
+            return True
     raise_if_rejected(database, rows, trial_id, attempt)
     return bool(rows[0].moved)
-
-
-def _is_already_written(
-    database: Database, trial_id: int, state: TrialState, values: Sequence[float] | None, now: datetime
-) -> bool:
-    """Return whether an earlier try, whose reply was lost, has written the change.
-
-    If the state is RUNNING, the start time in microseconds must be equal too, because it identifies the process that
-    set the state. Other states count as written, even if another process set them.
-    """
-    if (found := read_trial(database, trial_id)) is None:
-        return False
-    trial, _ = found
-    return (
-        trial.state == state
-        and (state != TrialState.RUNNING or trial.datetime_start == to_local(now))
-        and (values is None or repr(trial.values) == repr([float(value) for value in values]))  # repr: NaN equals NaN
-    )

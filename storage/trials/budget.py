@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.fencing import FENCING
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.studies import set_attrs_in
@@ -88,6 +89,29 @@ _UPDATE_BUDGETS = sa.text("""
     UPDATE hpsearch_spending SET budget_epochs = :epochs, budget_seconds = :seconds
      WHERE study_id = :study AND (epochs < :epochs) IS NOT FALSE AND (seconds < :seconds) IS NOT FALSE
 """)
+
+
+# Parts of the statement that reports an epoch: they count the epoch, and the time since the attempt's claim or last
+# report. The UPDATE waits for concurrent reports and evaluates its condition again, so no epoch beyond the budget is
+# counted. An epoch that was reported before is not counted again.
+COUNT_SPENDING = f"""
+    live AS (
+        UPDATE hpsearch_attempts a
+           SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
+          FROM trials t, hpsearch_attempts was
+         WHERE {FENCING} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
+        RETURNING a.trial_id, a.attempt,
+                  extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
+    ), known AS (
+        SELECT FROM trial_intermediate_values WHERE trial_id = :trial_id AND step = :step
+    ), paid AS (
+        UPDATE hpsearch_spending s
+           SET epochs = s.epochs + (NOT EXISTS (SELECT FROM known))::int, seconds = s.seconds + live.seconds
+          FROM live
+         WHERE s.study_id = :study AND ((s.epochs < s.budget_epochs) IS NOT FALSE OR EXISTS (SELECT FROM known))
+        RETURNING s.budget_epochs, s.budget_seconds, s.epochs, s.seconds
+    )
+"""  # noqa: S608 the part is a constant
 
 
 def create_spending(connection: sa.Connection, study_id: int, *, epochs: int | None, seconds: float | None) -> None:

@@ -28,11 +28,6 @@ LOCK_STUDY = sa.text(f"""
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants
 
-SELECT_CLAIM = sa.text("""
-    SELECT trial_id, number, attempt FROM hpsearch_attempts JOIN trials USING (trial_id)
-     WHERE claim_id = :claim AND ended_at IS NULL
-""")
-
 # Lost and failed attempts since the trial last made progress: an attempt that is preempted after some epochs resets the
 # count, and an epoch that kills every worker gets no extra tries for the epochs before it.
 _COUNT_FAILURES = f"""

@@ -30,6 +30,7 @@ from hpsearch.storage.rungs.rungs import (
     record_promotion,
     record_rung_value,
 )
+from hpsearch.storage.study_storage.lost_replies import find_claim, has_ended_as
 from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
 from hpsearch.storage.trials.budget import Spending, read_spending_in
 from hpsearch.storage.trials.finishing import Outcome
@@ -178,7 +179,7 @@ class Claims:
         def take_trial(connection: sa.Connection, repeated: bool) -> ClaimResult:
             if repeated:  # the first try may have been committed, with its reply lost
                 self.record_outage()
-                claimed = connection.execute(claim_sql.SELECT_CLAIM, {"claim": claim_id}).one_or_none()
+                claimed = find_claim(connection, claim_id)
                 if claimed is not None:
                     return Claim(claimed.trial_id, claimed.number, claimed.attempt)
             return self._take(connection, claim_id, open_new=open_new)
@@ -420,7 +421,7 @@ class Claims:
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
                 # The first try may have paused the trial, and its reply was lost.
-                if repeated and finishing.has_ended_as(*place, Outcome.PAUSED):
+                if repeated and has_ended_as(*place, Outcome.PAUSED.value):
                     return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
@@ -467,7 +468,7 @@ class Claims:
             # A retry finds an attempt that the first call has ended, if only the reply of that call was lost.
             return finishing.finish_attempt(
                 *place, outcome, retry=retry, value=value, attrs=attrs, system=system
-            ) or finishing.has_ended_as(*place, outcome)
+            ) or has_ended_as(*place, outcome.value)
 
         if not self._database.run_autocommit(end_attempt):
             raise make_claim_lost_error(self._database, claim.trial_id, claim.attempt)

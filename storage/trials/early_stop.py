@@ -34,7 +34,8 @@ class EarlyStop:
     @property
     def reason(self) -> str:
         """Message for users with the expected gain and the threshold."""
-        return f"the remaining budget was expected to gain {self.gain:.2g} (< {self.threshold:g})"
+        limit = f"--min-expected-gain {self.threshold:g}"
+        return f"the expected gain of the remaining budget, {self.gain:.2g}, was below {limit}"
 
     @classmethod
     def from_attrs(cls, attrs: Mapping[str, Any]) -> EarlyStop | None:

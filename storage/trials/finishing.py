@@ -124,11 +124,6 @@ def close_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcom
     connection.execute(_CLOSE_ATTEMPT, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
 
 
-def has_ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
-    """Return whether the attempt has ended with this outcome."""
-    return bool(connection.execute(_SELECT_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar() == outcome.value)
-
-
 # A released trial has no start time until the next claim, which distinguishes it from trials that wait at rungs.
 _FINISH_ATTEMPT = sa.text(f"""
     WITH mine AS (
@@ -172,5 +167,3 @@ _CLOSE_ATTEMPT = sa.text("""
     UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = :outcome
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
-
-_SELECT_OUTCOME = sa.text("SELECT outcome FROM hpsearch_attempts WHERE trial_id = :trial AND attempt = :attempt")

@@ -6,6 +6,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import LAST_PROGRESS, STOPPED
 from hpsearch.storage.database.fencing import FENCING
+from hpsearch.storage.trials.budget import COUNT_SPENDING
 
 _RENEW_OWN_LEASE = f"""
     mine AS (
@@ -77,26 +78,10 @@ def _report(others: str) -> sa.TextClause:
     return sa.text(f"WITH {_RENEW_OWN_LEASE}, {_REPORT.format(live='mine', others=others)}")
 
 
-# For studies with a budget in epochs or seconds. The UPDATE waits for concurrent reports and evaluates its condition
-# again, so no epoch beyond the budget is written. An epoch that was reported before is not counted again.
+# For studies with a budget in epochs or seconds.
 def _report_within_budget(others: str) -> sa.TextClause:
     return sa.text(f"""
-    WITH live AS (
-        UPDATE hpsearch_attempts a
-           SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
-          FROM trials t, hpsearch_attempts was
-         WHERE {FENCING} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
-        RETURNING a.trial_id, a.attempt,
-                  extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
-    ), known AS (
-        SELECT FROM trial_intermediate_values WHERE trial_id = :trial_id AND step = :step
-    ), paid AS (
-        UPDATE hpsearch_spending s
-           SET epochs = s.epochs + (NOT EXISTS (SELECT FROM known))::int, seconds = s.seconds + live.seconds
-          FROM live
-         WHERE s.study_id = :study AND ((s.epochs < s.budget_epochs) IS NOT FALSE OR EXISTS (SELECT FROM known))
-        RETURNING s.budget_epochs, s.budget_seconds, s.epochs, s.seconds
-    ), mine AS (
+    WITH {COUNT_SPENDING}, mine AS (
         SELECT trial_id, attempt FROM live WHERE EXISTS (SELECT FROM paid)
     ), {_REPORT.format(live="live", others=others)},
            EXISTS (SELECT FROM paid) AS counted,

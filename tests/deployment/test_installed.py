@@ -199,7 +199,9 @@ def test_a_project_may_have_packages_of_the_same_names(installed: Installed) -> 
     assert marker.exists(), "a spawned DataLoader worker imported the user's storage"
     installed("finalists", name, "--top", "1", "--seeds", "1", "--workers", "1")
     assert "@champion" in installed("promote", name)
-    assert "reproduced, in a process without this project's code" in installed("serve-check", f"{name}@champion")
+    assert "score reproduced in a process without the code of hpsearch and the objective" in installed(
+        "serve-check", f"{name}@champion"
+    )
 
 
 @pytest.mark.parametrize("name", ["search", "objectives", "storage"])

@@ -70,11 +70,11 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     before = searched.trials
 
     said = here("backup", str(file)).splitlines()[-1]
-    assert said.startswith(f"{file}: 2 studies, {TRIALS + len(before)} trials, "), said
+    assert said.startswith(f"wrote {file}: 2 studies, {TRIALS + len(before)} trials, "), said
     assert ", 0 registered models, " in said
     assert file.stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup.tar", "gate"], "nothing else is left"
-    assert f"{str(file)!r} already exists: give another path, or --force" in here("backup", str(file), code=2)
+    assert f"{str(file)!r} already exists; give another path, or --force" in here("backup", str(file), code=2)
 
     elsewhere = homes[1]
     said = here("restore", str(file), HPSEARCH_HOME=str(elsewhere))
@@ -94,11 +94,15 @@ def test_a_search_continues_elsewhere_from_a_backup_of_the_running_search(
     attempts = {trial.number: trial.user_attrs["hpsearch:attempt"] for trial in there.study(NAME).trials}
     resumed = {trial.number for trial in waiting}
     assert attempts == {number: 2 if number in resumed else 1 for number in range(TRIALS)}
-    assert "nothing is left" in there("sync", NAME), "it rebuilds trials that were not in MLflow at the backup"
+    assert "no unsent records are left" in there("sync", NAME), (
+        "it rebuilds trials that were not in MLflow at the backup"
+    )
     assert_runs_are_whole(there, before)
     promoted = there("promote", NAME)
     assert f"models:/{NAME}@champion (version 1)" in promoted
-    assert "reproduced, in a process without this project's code" in there("serve-check", f"{NAME}@champion")
+    assert "score reproduced in a process without the code of hpsearch and the objective" in there(
+        "serve-check", f"{NAME}@champion"
+    )
 
     (gate / "open").touch()
     output, _ = process.communicate()

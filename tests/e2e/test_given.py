@@ -34,8 +34,8 @@ def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(
     assert "the budget is spent" in cli(*command), "what is there is not enqueued again"
     file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n0.03,24,b\n")
     output = cli("extend", "given", "--trials", "+1", "--enqueue", str(file))
-    assert "given: 5 -> 6 trials" in output
-    assert f"enqueued 1 new configuration of {file}" in output
+    assert "study given: budget changed from 5 to 6 trials" in output
+    assert f"enqueued 1 new configuration from {file}" in output
     cli("run", STARTED, "--name", "given", "--workers", "1")
     found = cli.study("given").trials
     assert len(found) == 6
@@ -48,5 +48,5 @@ def test_a_search_without_a_default_configuration_and_with_an_invalid_file(cli: 
     file = tmp_path / "wrong.csv"
     file.write_text("lr\n0.1\n7\n")
     refused = cli("run", STARTED, "--name", "wrong.file", "--enqueue", str(file), code=2)
-    assert f"--enqueue {file}: line 3: lr: 7 is not in [0.01, 1.0]" in refused
+    assert f"--enqueue {file}: line 3: parameter 'lr' must be in [0.01, 1.0], not 7" in refused
     assert "wrong.file" not in cli("studies")

@@ -47,7 +47,9 @@ def test_a_home_from_before_version_0_1_opens_and_resumes(
         assert all(old.items() <= new.items() for old, new in zip(before, after, strict=True))
         assert len(trained) == sum(map(len, after)) - sum(map(len, before)), "no epoch was trained twice"
         assert re.search(r"cut +breast_cancer +4/4", cli("studies"))
-        assert "reproduced, in a process without this project's code" in cli("serve-check", "kept@champion")
+        assert "score reproduced in a process without the code of hpsearch and the objective" in cli(
+            "serve-check", "kept@champion"
+        )
 
 
 def epochs(cli: Cli) -> list[dict[int, float]]:

@@ -31,7 +31,7 @@ def promoted(cli: Cli, search: Search) -> str:
 def test_the_best_trial_is_promoted_and_the_study_shows_it(cli: Cli, search: Search, promoted: str) -> None:
     best = search.study.best_trial
     assert promoted.startswith(f"trial {best.number} of {search.name} is now models:/{MODEL}@champion (version 1)\n")
-    assert "unconfirmed: no finalists were trained" in promoted
+    assert "version 1 is marked as unconfirmed: no finalists were trained" in promoted
     line = rf"trial {best.number} is {MODEL}@champion \(version 1\), by \S+@\S+ on .*, unconfirmed \(no finalists"
     assert re.search(f"promoted: {line}", cli("show", search.name))
     assert f"{MODEL}@champion (trial {best.number})" in cli("studies")
@@ -43,10 +43,10 @@ def test_the_best_trial_is_promoted_and_the_study_shows_it(cli: Cli, search: Sea
 @pytest.mark.soak  # the tutorial runs serve-check too, and the next test compares the scores
 def test_a_promoted_model_reproduces_its_value_without_hpsearch(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("serve-check", f"{MODEL}@champion")
-    values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
+    values = dict(re.findall(r"^(recorded|recomputed) score +val accuracy (\S+)$", said, re.MULTILINE))
     assert abs(float(values["recorded"]) - search.study.best_value) < 1e-6
-    assert abs(float(values["as served"]) - search.study.best_value) < 1e-6
-    assert "reproduced, in a process without this project's code" in said
+    assert abs(float(values["recomputed"]) - search.study.best_value) < 1e-6
+    assert "score reproduced in a process without the code of hpsearch and the objective" in said
 
 
 def test_a_model_with_other_weights_is_detected(cli: Cli, search: Search) -> None:
@@ -134,9 +134,9 @@ def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, searc
     version = search.client.get_model_version_by_alias("branching", "champion")
     assert "The model could not be exported (GuardOnDataDependentSymNode" in version.description
     said = cli("serve-check", "branching@champion")
-    recorded, served = re.findall(r"^(?:recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE)
+    recorded, served = re.findall(r"^(?:recorded|recomputed) score +val accuracy (\S+)$", said, re.MULTILINE)
     assert recorded == served
-    assert "reproduced with the objective's code, as the model cannot be exported (GuardOnData" in said
+    assert "score reproduced with the objective's code, because the model cannot be exported (GuardOnData" in said
 
 
 WINE = """

@@ -73,7 +73,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
     promoted = cli("promote", NAME, "--prefer", "accuracy >= 0.1 then parameters")
     number = int(re.match(rf"trial (\d+) of {NAME} is now models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
-    assert "unconfirmed: the model was not evaluated on the test set" in promoted
+    assert "is marked as unconfirmed: the model was not evaluated on the test set" in promoted
     opened = cli("evaluate-test", NAME, "--yes")
     assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
     assert "unconfirmed" not in opened
@@ -83,8 +83,8 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
     assert version.tags["hpsearch.confirmed"] == "true"
     assert number in json.loads(version.tags["hpsearch.finalists"])["front"]
     served = cli("serve-check", f"{NAME}@champion")
-    assert "reproduced, in a process without this project's code" in served
-    values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", served, re.MULTILINE))
+    assert "score reproduced in a process without the code of hpsearch and the objective" in served
+    values = dict(re.findall(r"^(recorded|recomputed) score +val accuracy (\S+)$", served, re.MULTILINE))
     assert abs(float(values["recorded"]) - study.trials[number].values[0]) < 1e-6
 
     run = ("run", str(path), "--name")
@@ -95,7 +95,7 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
             "other settings (directions: ",
         ),
-        (("promote", NAME, "--prefer", "speed"), "'speed' is not valid"),
+        (("promote", NAME, "--prefer", "speed"), "'speed' is not a condition"),
     ):
         *steps, line = cli(*command, code=2).splitlines()
         assert line.startswith("hpsearch: "), line

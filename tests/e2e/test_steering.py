@@ -60,7 +60,7 @@ def test_a_study_is_extended_while_it_runs_and_after_its_end(cli: Cli, say: Say,
     name = "extended"
     process = cli.start("run", GATED, "--name", name, "--workers", "1", "--trials", "1", *PLAIN, GATE=str(tmp_path))
     wait_for(lambda: list(tmp_path.glob("reached-*")), "the worker to arrive at the gate")
-    assert "1 -> 2 trials" in say("extend", name, "--trials", "+1")
+    assert "budget changed from 1 to 2 trials" in say("extend", name, "--trials", "+1")
     (tmp_path / "open").touch()
     output, _ = process.communicate()
     assert process.returncode == 0, output

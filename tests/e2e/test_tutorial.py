@@ -50,14 +50,14 @@ def test_the_commands_of_the_tutorial_print_the_quoted_output(cli: Cli, tmp_path
         "studies": "wine",
         "show": "trial",
         "report": "wine.html",
-        "extend": "wine: 8 -> 10 trials",
-        "stop": "stopped wine",
-        "start": "started wine",
+        "extend": "study wine: budget changed from 8 to 10 trials",
+        "stop": "stopped study wine",
+        "start": "started study wine",
         "worker": "exits with code 0",
         "finalists": "seed",
         "evaluate-test": "test accuracy",
         "promote": "models:/wine@champion (version 1)",
-        "serve-check": "reproduced, in a process without this project's code",
+        "serve-check": "score reproduced in a process without the code of hpsearch and the objective",
         "gc": "freed",
     }
     for line, output in said.items():

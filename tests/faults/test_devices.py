@@ -244,7 +244,7 @@ def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: st
     shown = arena.run("show", arena.name, "--trial", "0")
     assert [kind for kind in ("2 x cpu", " cpu ", "4 x cpu") if kind in shown] == ["2 x cpu", " cpu ", "4 x cpu"]
     shown = arena.run("show", arena.name)
-    assert re.search(r"^devices: 4 x cpu; [\d.]+ samples per second and device; ", shown, re.MULTILINE), shown
+    assert re.search(r"^devices: 4 x cpu; [\d.]+ samples per second per device; ", shown, re.MULTILINE), shown
     assert "trial 0 was resumed on other devices (2 x cpu, then cpu, then 4 x cpu)" in shown
 
 

@@ -87,7 +87,7 @@ def test_trials_that_end_during_an_outage_of_mlflow_are_sent_later(
         assert trial.user_attrs["hpsearch:tracking"].startswith("pending")
         assert "no MLflow server answers" in arena.run("sync", arena.name, code=1)
         line.mend()
-        assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
+        assert "1 trial sent, no unsent records are left" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert_tracked(direct, arena.name, trials)
     trial = optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0]

@@ -72,7 +72,7 @@ def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
 
     arena.work(2, meanwhile=meanwhile)
     assert phase == "back"
-    assert arena.run("sync", arena.name).endswith("nothing is left\n")
+    assert arena.run("sync", arena.name).endswith("no unsent records are left\n")
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
     assert [t.outcomes for t in trials] == [["complete"]] * 6, "no trial felt it"
     assert_tracked(server.uri, arena.name, trials, models=range(6))
@@ -116,7 +116,7 @@ def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed
         "hpsearch:tracking" in optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0].user_attrs
     )
     if by == "sync":
-        assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
+        assert "1 trial sent, no unsent records are left" in arena.run("sync", arena.name)
     else:
         arena.work(1)
         if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is sent automatically
@@ -142,7 +142,7 @@ def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Aren
         assert [w.exit_code for w in workers] == [0, 0]
         assert "the search continues" in workers[0].log.read_text()
         line.mend()
-        assert "2 trials sent, nothing is left" in arena.run("sync", arena.name)
+        assert "2 trials sent, no unsent records are left" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert_tracked(direct, arena.name, trials, models=range(2))
 

@@ -126,10 +126,10 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
-        ("nowhere.py", "no objective file nowhere.py; create one with `hpsearch init nowhere.py`"),
-        ("some/nowhere.py:Mine", "no objective file some/nowhere.py"),
-        ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
-        ("hpsearch.nothing:Mine", "no module 'hpsearch.nothing'"),
+        ("nowhere.py", "objective file nowhere.py does not exist; create it with `hpsearch init nowhere.py`"),
+        ("some/nowhere.py:Mine", "objective file some/nowhere.py does not exist"),
+        ("no_such_pack.inner:Mine", "there is no module 'no_such_pack'"),
+        ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),
         ("..:Mine", "is not a module name"),
         (
             "hpsearch.objectives.builtin.digits:Digit",
@@ -196,8 +196,8 @@ def test_a_module_that_is_not_installed_is_reported_with_its_package(write, monk
     write("mine.py", text)
     error = _refused("mine.py")
     assert error.startswith("mine.py:1: ")
-    remedy = f"(if it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
-    assert error.endswith(remedy) if package else "a package:" not in error
+    remedy = f"(if it is a package, run `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
+    assert error.endswith(remedy) if package else "a package," not in error
 
 
 @pytest.mark.parametrize("in_clone", [True, False])
@@ -213,7 +213,7 @@ def test_a_package_with_a_name_of_hpsearch_is_reported_with_both_remedies(write,
     error = _refused(str(path))
     assert "hpsearch" in error.partition(":1: ")[2]
     assert "your own package" in error
-    assert "next to the objective's file" in error
+    assert "in the folder of your objective file" in error
     write(f"project/{name}/__init__.py", "")
     assert type(load_objective(str(path))).__name__ == "Mine"
 

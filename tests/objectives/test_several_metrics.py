@@ -41,10 +41,10 @@ def test_the_first_metric_selects_the_best_epoch():
             {"directions": {"accuracy": "max"}},
             "Several.directions['accuracy'] must be 'maximize' or 'minimize', not",
         ),
-        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric"),
+        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary such as {'accuracy': 'maximize'}"),
         (
             {"directions": {1: "maximize"}},
-            "Several.directions must be a dictionary of 'maximize' or 'minimize' by metric",
+            "Several.directions must be a dictionary such as {'accuracy': 'maximize'}",
         ),
     ],
 )
@@ -89,7 +89,7 @@ def test_requested_metrics_are_stored_once_without_the_objective_metric(wine):
 def test_a_metric_that_no_built_in_set_has_is_rejected_at_once(wine, name, near):
     with pytest.raises(MetricError) as error:
         wine.set_reported_metrics([name])
-    assert f"metric {name!r} is not reported with accuracy; " in str(error.value)
+    assert f"metric {name!r} is not reported with metric 'accuracy'; " in str(error.value)
     assert near in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -97,7 +97,7 @@ def test_a_metric_that_no_built_in_set_has_is_rejected_at_once(wine, name, near)
 def test_metrics_that_cannot_be_checked_yet_are_accepted(objective_with):
     own = objective_with(metrics=lambda self, train: None)
     own.set_reported_metrics(["whatever"])
-    measuring = objective_with(measures=lambda self, model, config: {})
+    measuring = objective_with(model_metrics=lambda self, model, config: {})
     measuring.set_reported_metrics(["sparsity"])
     assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
 

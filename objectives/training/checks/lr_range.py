@@ -84,7 +84,8 @@ def run_lr_range_test(
     """
     if not (0 < lowest < highest and steps >= 10):
         raise ObjectiveError(
-            f"a range test needs 0 < lowest < highest and 10 steps or more, not {lowest}, {highest} and {steps} steps"
+            f"the learning-rate range test needs 0 < lowest < highest and steps >= 10, not lowest={lowest}, "
+            f"highest={highest} and steps={steps}"
         )
     config = config or objective.default_config()
     device = device or torch.device("cpu")
@@ -135,15 +136,17 @@ def _evaluate_probe(run: Run, probe: Batch) -> float:
 
 def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:
     if len(losses) < 3 or losses[0] - min(losses) <= _MIN_FALL * abs(losses[0]):
-        raise ObjectiveError("the loss falls at no learning rate in the range; run the smoke test or try a lower range")
+        raise ObjectiveError(
+            "the loss does not fall at any learning rate in the range; run `hpsearch smoke`, or try a lower range"
+        )
     bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
     # Second differences remove the trend; for noise of deviation 1 their median magnitude is 0.6745 * sqrt(6).
     bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]
     noise = statistics.median(bends) / (0.6745 * math.sqrt(6))
     if fall < _MIN_SIGNAL_TO_NOISE * noise:
         raise ObjectiveError(
-            f"no learning rate can be suggested: the loss falls by {fall:.2g} in total, and varies by {noise:.2g} at "
-            "random between steps; try a larger batch_size, or more steps"
+            f"no learning rate can be suggested, because the loss falls by only {fall:.2g} and varies by {noise:.2g} "
+            "between steps; try a larger batch_size, or more steps"
         )
     half = max(len(losses) // 40, 2)
     around = [losses[max(i - half, 0) : i + half + 1] for i in range(bottom + 1)]

@@ -83,7 +83,9 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     with make_reproducible(deterministic=config.deterministic), torch.random.fork_rng():
         splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
-            raise ObjectiveError(f"{objective.name}: data({split_seed}) changed since the run; restore that data")
+            raise ObjectiveError(
+                f"{objective.name}: data({split_seed}) has changed since the training; restore the original data"
+            )
         set_seed(best["seed"], "init")
         with wrap_user_errors(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)
@@ -91,5 +93,5 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
-        raise ObjectiveError(f"{objective.name}: the weights do not fit the current model: {detail}") from error
+        raise ObjectiveError(f"{objective.name}: the saved weights do not fit the current model ({detail})") from error
     return RestoredModel(objective, config, splits, model.eval())

@@ -68,7 +68,7 @@ class BatchSource:
             samples.set_epoch(epoch)
         begun = sum(map(len, found[:first]))
         seed = derive_seed(self._seed, "load", epoch, *self._ranks.seed_suffix())
-        own = [self._ranks.shard_rows(rows) for rows in batches]
+        own = [self._ranks.select_own_rows(rows) for rows in batches]
         shares = [mine if len(mine) else rows[:1] for mine, rows in zip(own, batches, strict=True)]
         stream = self._loaded(shares, self._augment, seed, first=begun)
         counts = iter([len(mine) > 0 for mine in own[begun:]])
@@ -98,7 +98,7 @@ class _MemoryBatchSource(BatchSource):
             yield tuple([self.batch(rows) for rows in micro_batches])
 
     def batch(self, rows: Tensor) -> LazyBatch:
-        own = self._ranks.shard_rows(rows)
+        own = self._ranks.select_own_rows(rows)
         return LazyBatch(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
 
     def _get(self, rows: Tensor) -> Batch:

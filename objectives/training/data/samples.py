@@ -69,10 +69,13 @@ def _split_targets(batch: Any) -> tuple[Tree, Tree]:
         if names := [name for name in TARGET_KEYS if name in batch]:
             return {key: value for key, value in batch.items() if key != names[0]}, batch[names[0]]
         raise ObjectiveError(
-            f"a batch has the keys {', '.join(map(str, batch))}, but no targets; add the key labels, or pass a "
-            "collate= that returns (inputs, targets)"
+            f"a batch has the keys {', '.join(map(repr, batch))}, but no targets; name the targets 'labels', or pass a "
+            "collate= function that returns (inputs, targets)"
         )
-    raise ObjectiveError(f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; add a collate=")
+    raise ObjectiveError(
+        f"a batch must be a pair of inputs and targets, not {type(batch).__name__}; pass a collate= function that "
+        "returns (inputs, targets)"
+    )
 
 
 def pad_collate(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
@@ -182,7 +185,10 @@ def hash_samples(samples: Sequence[Any]) -> str:
         try:
             _update_hash(found, sample)
         except TypeError as error:
-            raise ObjectiveError(f"sample {number} contains a {error}, which has no hash; pass fingerprint=") from error
+            raise ObjectiveError(
+                f"sample {number} contains a {error}, which cannot be hashed; pass fingerprint=, a text that "
+                "identifies the data"
+            ) from error
     return found.hexdigest()
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +52,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
     """
     moments = np.asarray(times)
     if moments.shape != (samples,):
-        raise ObjectiveError(f"times must be one value for each of the {samples} samples, not {list(moments.shape)}")
+        raise ObjectiveError(f"times must have the shape [{samples}], one value per sample, not {list(moments.shape)}")
     if moments.dtype.kind not in "iufMm" or bool(np.isnan(moments).any()):
         raise ObjectiveError("times must be numbers or datetimes without missing values")
     order = np.argsort(moments, kind="stable")
@@ -72,63 +69,7 @@ def split_by_time(times: Any, samples: int, val: float, test: float, *, back: fl
     return train, valid, held
 
 
-# The seed of a new split into training and validation; "all" to train on both (a refit); None for the study's split.
-ResplitSeed = int | Literal["all"] | None
-
 _MIN_SAMPLES = 2  # samples of a half, and of each class in a half if possible
-
-
-@dataclass
-class SplitRequest:
-    """Request to `Splits.make` for a new split; `has_merged` is True if it merged training and validation samples."""
-
-    resplit_seed: ResplitSeed
-    has_merged: bool = False
-
-
-_SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", default=None)
-
-
-@contextmanager
-def request_split(resplit_seed: ResplitSeed) -> Iterator[SplitRequest]:
-    """Return a context in which `Splits.make` splits training and validation samples by `resplit_seed`.
-
-    The test split does not change. With "all", the training split also contains the validation samples. With None, the
-    split is that of the study.
-    """
-    request = SplitRequest(resplit_seed)
-    token = _SPLIT_REQUEST.set(request)
-    try:
-        yield request
-    finally:
-        _SPLIT_REQUEST.reset(token)
-
-
-def get_requested_split_seed() -> int | None:
-    """Return the seed of the requested split; None for the study's split."""
-    request = _SPLIT_REQUEST.get()
-    return request.resplit_seed if request is not None and isinstance(request.resplit_seed, int) else None
-
-
-def select_training_rows(train: Rows, val: Rows) -> Rows:
-    """Return the rows to train on: the training rows, and in a refit also the validation rows."""
-    request = _SPLIT_REQUEST.get()
-    if request is None or request.resplit_seed != "all":
-        return train
-    request.has_merged = True
-    return np.sort(np.concatenate([train, val]))
-
-
-def compute_val_window_shift(val: float, test: float) -> float:
-    """Return the shift by which a new split by time moves the validation window back, as a share of the samples.
-
-    The shift is random, from half of the window's length to its full length: the configuration was selected on the
-    study's window, so the new window must differ from it. The shift is smaller if less than half of the training
-    samples would remain.
-    """
-    if (resplit_seed := get_requested_split_seed()) is None:
-        return 0.0
-    return (1 + derive_seed(resplit_seed, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,16 +14,13 @@ from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, has_arrays, to_target_tensor_or_none
-from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
-from hpsearch.objectives.training.data.split_rows import (
-    Blocks,
-    Rows,
+from hpsearch.objectives.training.data.resplit import (
     compute_val_window_shift,
-    draw_split,
-    get_requested_split_seed,
+    resplit_if_requested,
     select_training_rows,
-    split_by_time,
 )
+from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
+from hpsearch.objectives.training.data.split_rows import Blocks, Rows, draw_split, split_by_time
 from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_shapes, map_tensors, tensors
 
 
@@ -58,7 +54,8 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
         if _describe_shapes(tree) != _describe_shapes(model):
             raise ObjectiveError(
-                f"each sample of {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} in training"
+                f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} "
+                "in the train split"
             )
         if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)
@@ -75,10 +72,6 @@ def _check_finite(what: str, tree: Tree) -> None:
 
 def _describe_shapes(tree: Tree) -> str:
     return describe_shapes(tree[:1] if isinstance(tree, MemmapRows) else tree)
-
-
-_MAX_VAL_SHARE = 0.5  # maximum share of the study's training samples that a new split uses for validation
-_SIZE_TOLERANCE = 0.05  # relative difference of split sizes; smaller differences are ignored
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,7 @@ class Splits:
         for name, y in counted.items():
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise ObjectiveError(
-                    f"the {name} labels are {int(y.min())} to {int(y.max())}, but training has 0 to {classes - 1}"
+                    f"the {name} labels are in [{int(y.min())}, {int(y.max())}], but must be in [0, {classes - 1}]"
                 )
 
 
@@ -219,28 +212,7 @@ def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups:
     """Split rows into training, validation and test by `seed`; redraw the first two if a new split is requested."""
     rest, held_out = draw_split(rows, test, labels, groups, seed)
     train, valid = draw_split(rest, val / (1 - test), labels, groups, seed)
-    if (resplit_seed := get_requested_split_seed()) is None:
-        return [train, valid, held_out]
-    share = min(val / (1 - val - test), _MAX_VAL_SHARE)
-    for strata in (labels, None):
-        with suppress(ObjectiveError):  # a class or a group is too rare for another split
-            return [*_resplit_rows(train, valid, share, strata, groups, resplit_seed), held_out]
-    return [train, valid, held_out]
-
-
-def _resplit_rows(
-    train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, resplit_seed: int
-) -> tuple[Rows, Rows]:
-    """Return training and validation rows of a new split, with as many training rows as in the study.
-
-    The new validation rows come from the study's training rows. The study's validation rows become training rows: the
-    configuration was selected on them, so they would overstate its score.
-    """
-    kept, new_valid = draw_split(train, share, labels, groups, resplit_seed)
-    if len(new_valid) < len(valid) * (1 - _SIZE_TOLERANCE):
-        with suppress(ObjectiveError):  # too few samples to split
-            _, valid = draw_split(valid, len(new_valid) / len(valid), None, groups, resplit_seed)
-    return np.concatenate([kept, valid]), new_valid
+    return [*resplit_if_requested(train, valid, val / (1 - val - test), labels, groups), held_out]
 
 
 def _take_splits(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
@@ -305,7 +277,7 @@ def merge_train_val(splits: Splits, *, by_make: bool) -> Splits:
     for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
         if describe_shapes(one) != describe_shapes(other):
             raise ObjectiveError(
-                f"a refit cannot join the splits: {what} is {describe_shapes(one)} and {describe_shapes(other)}"
+                f"a refit cannot merge train and val: {what} is {describe_shapes(one)} and {describe_shapes(other)}"
             )
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
     x, y = concatenate([train.x, val.x]), concatenate([train.y, val.y])

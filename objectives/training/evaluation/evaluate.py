@@ -148,7 +148,7 @@ def iterate_batches(
     samples = len(dataset)
     parts = [range(samples)] if cut is None else [range(cut), range(cut, samples)]
     spans = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
-    own = [span[ranks.rank :: ranks.world_size] for span in spans]
+    own = [ranks.select_own_rows(span) for span in spans]
     shares = [mine or span[:1] for mine, span in zip(own, spans, strict=True)]
     if dataset.in_memory:
         for mine, share in zip(own, shares, strict=True):

@@ -38,7 +38,7 @@ def build_default_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> 
     if metric in REGRESSION or (metric == "loss" and numbers):
         if label_smoothing:
             raise ObjectiveError(
-                f"label_smoothing {label_smoothing:g} needs class labels, but the default loss for {metric} is the "
+                f"label_smoothing={label_smoothing:g} needs class labels, but the default loss for {metric} is the "
                 "squared error; set label_smoothing=0"
             )
         return SquaredError()
@@ -81,7 +81,7 @@ class BinaryLogits(nn.Module):
         logits, labels = output.reshape(count, -1), target.reshape(count, -1)
         if labels.shape[1] != 1 or logits.shape[1] not in {1, 2}:
             raise ObjectiveError(
-                f"outputs {list(output.shape)} for targets {list(target.shape)}: each sample needs 1 or 2 logits"
+                f"outputs {list(output.shape)} do not fit targets {list(target.shape)}; return 1 or 2 logits per sample"
             )
         score = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         soft = labels[:, 0].to(score.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2

@@ -73,7 +73,7 @@ def build_metrics(metric: str, train: Dataset) -> Metrics:
 
 def make_selection_metric_error(metric: str) -> MetricError:
     """Return the error to raise if a model metric is to select the best epoch, which only validation metrics can do."""
-    return MetricError(metric, "cannot select the best epoch; list a validation metric before this metric")
+    return MetricError(metric, "cannot select the best epoch; put a validation metric first in directions")
 
 
 def list_default_metrics(metric: str) -> tuple[str, ...]:
@@ -178,7 +178,8 @@ def as_metrics(found: Any, metric: str) -> Metrics:
     """Check that `found` has the methods of `Metrics`; a single torchmetrics `Metric` gets the name `metric`."""
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
     if missing:
-        raise ObjectiveError(f"metrics() must return an object with {', '.join(missing)}, not {type(found).__name__}")
+        kind = type(found).__name__
+        raise ObjectiveError(f"metrics() must return an object with the methods update, compute and reset, not {kind}")
     is_single = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
     return _NamedMetric(found, metric) if is_single else found
 

@@ -142,7 +142,7 @@ def build_run(
         reason = compile_model(run.model, run.eval_model, lambda: _try_step(run))
         run.environment["compiled"] = reason is None
         if reason:
-            run.resume_notes.append(f"not compiled: {reason}")
+            run.resume_notes.append(f"model not compiled: {reason}")
     return run, scores
 
 
@@ -197,7 +197,7 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
     if not train.is_stream:
         return EpochOrder(len(train), config, seed, sampler)
     if sampler is not None:
-        raise ObjectiveError("a stream has a fixed order; remove sampler()")
+        raise ObjectiveError("a stream has a fixed order and cannot use a sampler; remove the method sampler()")
     return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 

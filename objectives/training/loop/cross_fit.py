@@ -93,7 +93,7 @@ class CrossFit:
         self.choices: list[HalfSelection | None] = [None, None]
         self.refused: str | None = None  # reason why a half has no value, and cross-fitting therefore no score
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the sums before the validation of an epoch."""
         for metrics in self._metrics:
             metrics.reset()
@@ -118,7 +118,7 @@ class CrossFit:
             half.outputs.append(found)
 
     @torch.inference_mode()
-    def end(self, epoch: int) -> None:
+    def update_selection(self, epoch: int) -> None:
         """Update the selected epoch of each half after the validation of `epoch`."""
         try:
             found = {

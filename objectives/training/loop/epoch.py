@@ -259,7 +259,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         detail = get_first_line(error)
         raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error
     if changed := describe_differences(state["environment"], run.environment):
-        run.resume_notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
+        run.resume_notes.append(f"results after epoch {run.curve.next_epoch} may differ: {changed}")
 
 
 def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: int) -> None:
@@ -277,8 +277,8 @@ def resume_mid_epoch(run: Run, state: dict[str, Any], sums: EpochSums, epoch: in
     sums.load_state_dict({**state["sums"], "running": None})
     set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.seed_suffix())
     run.resume_notes.append(
-        f"train metrics of epoch {epoch + 1} except the loss cover only the steps after {sums.steps}, because it "
-        f"resumed on {ranks.world_size} devices instead of {len(by_rank or [state])}"
+        f"train metrics of epoch {epoch + 1} except the loss cover only the steps after step {sums.steps}, because it "
+        f"was resumed on {ranks.world_size} devices instead of {len(by_rank or [state])}"
     )
 
 
@@ -294,4 +294,4 @@ def require_same_run(stored: dict[str, Any], current: dict[str, Any]) -> None:
             continue
         if key == "config" and isinstance(other, dict):
             require_same_run(other, value)
-        raise ObjectiveError(f"the checkpoint is of another run: its {key} is {other!r}, not {value!r}")
+        raise ObjectiveError(f"the checkpoint belongs to another run: its {key} is {other!r}, not {value!r}")

@@ -101,7 +101,7 @@ def measure_model(model: nn.Module, x: Tree, device: torch.device) -> dict[str, 
         model = model.module
     model = getattr(model, "_orig_mod", model)
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ObjectiveError("trial.measure needs an unsharded model, but this one is sharded over devices")
+        raise ObjectiveError("trial.measure needs an unsharded model, but this model is sharded over devices")
     call, x = bind_forward(model, x), to_device(x, device)
     with evaluation_mode(model, device, "measures"):
         latency = {"latency_ms": measure_latency_ms(lambda: call(model, x), device), **get_machine_load()}
@@ -210,7 +210,7 @@ _RESERVED_PREFIXES = ("train_", "val_", "samples_per_second")
 
 @dataclass
 class ModelMeasurer:
-    """Measurement of the model metrics that the study requires, and of the metrics of `Objective.measures`.
+    """Measurement of the model metrics that the study requires, and of the metrics of `Objective.model_metrics`.
 
     Constant metrics are measured once, after the first epoch, and stored in checkpoints, so a resumed trial has the
     same values. Only required metrics are measured.
@@ -241,7 +241,7 @@ class ModelMeasurer:
 
         Raises:
             MetricError: a required metric does not exist.
-            ObjectiveError: a metric cannot be measured, or a value of the objective's `measures` is not a number.
+            ObjectiveError: a metric cannot be measured, or a value of the objective's `model_metrics` is not a number.
         """
         owner, required = type(self.objective).__name__, self.objective.reported
         known = {*scores, *self._measure_objective(model, scores), *MODEL_METRICS}
@@ -268,7 +268,7 @@ class ModelMeasurer:
         """Return all metrics of the evaluated model by name. All ranks must call it together, and get the same values.
 
         Raises:
-            ObjectiveError: a value of the objective's `measures` is not a number, or a name is reserved.
+            ObjectiveError: a value of the objective's `model_metrics` is not a number, or a name is reserved.
         """
         found = {}
         if "peak_memory_mb" in self.names:  # read first, because the memory of other measurements would count
@@ -314,27 +314,27 @@ class ModelMeasurer:
             self.call(model, self._make_inputs())
 
     def _measure_objective(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the result of the objective's `measures` on rank 0."""
-        if not overrides(self.objective, "measures"):
+        """Return the result of the objective's `model_metrics` on rank 0."""
+        if not overrides(self.objective, "model_metrics"):
             return {}
-        owner = f"{type(self.objective).__name__}.measures"
+        owner = f"{type(self.objective).__name__}.model_metrics"
         explained = self.strategy.explain_sharding_errors()
         with evaluation_mode(model, self.device, "measures"), explained, wrap_user_errors(owner):
-            found = self.objective.measures(model, self.config)
+            found = self.objective.model_metrics(model, self.config)
             return self.ranks.broadcast_object(_to_floats(found, owner, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 
 
 def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
-    """Convert the result of `Objective.measures` to floats.
+    """Convert the result of `Objective.model_metrics` to floats.
 
     Raises:
         ObjectiveError: the result is not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
-        raise ObjectiveError(f"{owner} must return a dictionary of numbers by name, not {type(found).__name__}")
+        raise ObjectiveError(f"{owner} must return a dictionary such as {{'size_mb': 1.5}}, not {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
-            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid name; choose another name")
+            raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid metric name; choose another name")
         if not isinstance(value, Real):
-            raise ObjectiveError(f"{owner}: {name} must be a float, not {type(value).__name__}; return float(...)")
+            raise ObjectiveError(f"{owner}: {name!r} must be a float, not {type(value).__name__}; return float(...)")
     return {name: float(value) for name, value in found.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.split_rows import ResplitSeed, request_split
+from hpsearch.objectives.training.data.resplit import ResplitSeed, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
@@ -50,10 +50,10 @@ def prepare_splits(objective: Objective, split_seed: int, resplit_seed: ResplitS
     splits = _call_data(objective, split_seed, resplit_seed)
     if own is not None and own.test != (digest := _digest_samples(splits.test, splits.hash_of("test"), by_labels=True)):
         change = f"changes the test split from {own.test[:12]} to {digest[:12]}"
-        remedy = "return the same test samples for a seed, and keep their rows: dataclasses.replace(part, x=...)"
+        remedy = "return the same test samples for a seed; change a split with dataclasses.replace(split, x=...)"
         if resplit_seed == "all":
             raise ObjectiveError(f"{type(objective).__name__}.data: joining train and validation {change}; {remedy}")
-        log.warning("keeping the study's split, because data() %s; %s", change, remedy)
+        log.warning("using the study's split instead of a new one, because data() %s; %s", change, remedy)
         splits = _call_data(objective, split_seed, None)
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found

@@ -127,9 +127,9 @@ class Run:
         """Validate after an epoch; in a run on a new split, also evaluate the two validation halves."""
         if (cross_fit := self.cross_fit) is None:
             return self.validate()
-        cross_fit.begin()
+        cross_fit.reset()
         scores = self.evaluate(self.val, also=cross_fit)
-        cross_fit.end(self.curve.next_epoch)
+        cross_fit.update_selection(self.curve.next_epoch)
         return scores
 
     def evaluate(

@@ -192,7 +192,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
         found.append({**defaults, **group, "params": list(group["params"])})
     ids = [id(parameter) for group in found for parameter in group["params"]]
     if len(ids) > len(set(ids)):
-        raise ObjectiveError("a parameter is in two groups, or twice in one group; list each parameter once")
+        raise ObjectiveError("a parameter occurs twice in the parameter groups; list each parameter once")
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(ids)]
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

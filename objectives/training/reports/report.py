@@ -128,7 +128,9 @@ def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[s
 
 def _list_checkpoints(result: FitResult) -> list[str]:
     named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
-    return [f"- {name}: `{path}`" for name, path in named if path] or ["Stored by the session, not in this folder."]
+    return [f"- {name}: `{path}`" for name, path in named if path] or [
+        "None in this folder; a trial of a study writes them to the study's checkpoint store."
+    ]
 
 
 class Setting(NamedTuple):

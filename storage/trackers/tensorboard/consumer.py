@@ -12,9 +12,10 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import Failure, TrialOutcomes
 from hpsearch.storage.journals.journal import Cursor, JournalEntry
-from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.tensorboard import event_files as events
 from hpsearch.storage.trackers.tensorboard.event_files import EventFiles
+from hpsearch.storage.trackers.tensorboard.hparams import make_session_start
 
 _OWNER_FILE = ".study"  # name of a file in the study's folder that contains the identifier of the study
 
@@ -43,7 +44,7 @@ class TensorBoardConsumer(OptionalTracker):
                 raise PermissionError(errno.EACCES, "permission denied")
         except OSError as error:
             raise StorageError(
-                f"--{cls.name} {setting}: not writable ({error.strerror}); choose a writable folder"
+                f"--{cls.name} {setting} is not writable ({error.strerror}); choose a writable folder"
             ) from None
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
@@ -113,7 +114,7 @@ class TensorBoardConsumer(OptionalTracker):
                 files.reopen()
                 files.add(events.make_text("about", events.format_table(header.tags)), step=header.attempt, at=started)
             case journal_records.Params(values):
-                start = events.make_session_start(values, trial=f"{self._study}/{header.number:04d}", at=started)
+                start = make_session_start(values, trial=f"{self._study}/{header.number:04d}", at=started)
                 files.add(start, step=0, at=started)
             case journal_records.Epoch(step, at, values) | journal_records.Metrics(step, at, values):
                 tagged = {events.make_tag(name): float(value) for name, value in values.items()}

@@ -16,6 +16,7 @@ from typing import Any
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.files import append_atomically, lock_file
+from hpsearch.storage.trackers.tensorboard.hparams import make_session_end
 from hpsearch.storage.trials.finishing import Outcome
 
 _END_SUFFIX = ".end"  # suffix of the file with the outcome of the trial
@@ -52,7 +53,7 @@ class EventFiles:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if (descriptor := lock_file(self.folder / _LOCK)) is None:
-            raise LockHeldError(f"{self.folder}: another process writes to this folder")
+            raise LockHeldError(f"another process writes to {self.folder}")
         try:
             self._read_other_files()
             yield
@@ -110,7 +111,7 @@ class EventFiles:
             OSError: the disk is full.
         """
         path, hidden = self._make_path(_END_SUFFIX), self.folder / f".end-{os.getpid()}"
-        data = _serialize([_make_version_event(), _make_session_end(outcome, at)])
+        data = _serialize([_make_version_event(), _make_event([make_session_end(outcome, at)], 0, at)])
         with hidden.open("wb") as file:
             file.write(data)
             file.flush()
@@ -200,34 +201,6 @@ def format_table(values: Mapping[str, str]) -> str:
     """Return names and values as a Markdown table."""
     rows = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in values.items()]
     return "\n".join(["| tag | value |", "|---|---|", *rows])
-
-
-def make_session_start(params: Mapping[str, Any], *, trial: str, at: float) -> Any:
-    """Return the summary that adds a trial to the table of the HParams tab.
-
-    Args:
-        params: the parameters of the trial; values other than numbers and booleans are converted to text.
-        trial: the name of the trial's row in the table.
-        at: the start of the trial as unix time in seconds.
-    """
-    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-
-    values = {name: value if isinstance(value, int | float) else str(value) for name, value in params.items()}
-    return hparams_pb(values, trial_id=trial, start_time_secs=at)
-
-
-def _make_session_end(outcome: Outcome, at: float) -> Any:
-    """Return the event that sets the outcome of a trial in the HParams tab, at unix time `at` in seconds."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-    from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
-
-    status = STATUS_SUCCESS if outcome in {Outcome.COMPLETE, Outcome.PRUNED} else STATUS_FAILURE
-    data = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
-    summary_metadata = metadata.create_summary_metadata(data)
-    tag, tensor = metadata.SESSION_END_INFO_TAG, metadata.NULL_TENSOR
-    return _make_event([Summary.Value(tag=tag, metadata=summary_metadata, tensor=tensor)], 0, at)
 
 
 def _make_event(values: list[Any], step: int, at: float) -> Any:

@@ -18,7 +18,7 @@ from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import RunRejectedError, TrialOutcomes
 from hpsearch.storage.journals.journal import Cursor, JournalEntry
-from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.wandb_runs.process_client import Connection, WandbUnavailableError
 from hpsearch.storage.trials.finishing import Outcome
 
@@ -68,7 +68,7 @@ def _check_reachable() -> None:
         WandbUnavailableError: the server does not answer.
     """
     if urlsplit(server_url()).scheme not in {"http", "https"}:
-        raise StorageError(f"WANDB_BASE_URL {server_url()}: must be the http(s):// address of a server")
+        raise StorageError(f"WANDB_BASE_URL {server_url()} must be the http(s):// address of a server")
     try:
         urllib.request.urlopen(server_url(), timeout=_TIMEOUT_SECONDS).close()  # noqa: S310 the scheme is checked
     except urllib.error.HTTPError:
@@ -117,10 +117,10 @@ class WandbConsumer(OptionalTracker):
         """
         super().check(setting)
         if (mode := os.environ.get("WANDB_MODE", "online")) not in _MODES:
-            raise StorageError(f"WANDB_MODE {mode!r}: unknown mode; set it to online or offline, or unset it")
+            raise StorageError(f"WANDB_MODE {mode!r} is an unknown mode; set it to online or offline, or unset it")
         if is_online() and not _has_key():
             raise StorageError(
-                f"--{cls.name} {setting}: no API key of Weights & Biases: set WANDB_API_KEY or WANDB_API_KEY_FILE, run "
+                f"--{cls.name} {setting}: no API key of Weights & Biases; set WANDB_API_KEY or WANDB_API_KEY_FILE, run "
                 "wandb login, or set WANDB_MODE=offline and send the runs later with wandb sync"
             )
 
@@ -193,7 +193,7 @@ class WandbConsumer(OptionalTracker):
             name=f"{self._study}-{header.number:04d}", job_type="trial", config=dict(header.tags), **entity,
         )  # fmt: skip
         if reply.get("busy"):
-            raise LockHeldError(f"{run_id}: another process has opened this run")
+            raise LockHeldError(f"another process has opened run {run_id}")
         self._runs[cursor] = _Run(run_id, self._process.generation)
         return self._runs[cursor]
 

@@ -245,13 +245,13 @@ def test_a_command_tolerates_lost_connections_while_it_opens_a_study(arena: Aren
     """When it connects, and while it creates the study."""
     with wire(arena.storage_url) as (line, through):
         arena.storage_url, there = through, arena.storage_url
-        write(arena.orders, [Order("rehearse", "hang", trial=OUTSIDE, attempt=0)])
+        write(arena.orders, [Order("preflight check", "hang", trial=OUTSIDE, attempt=0)])
         (arena.home).mkdir()
         line.cut()
         run = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "1", "--workers", "0")
         wait_for(lambda: line.refused, "the command to be cut off")
         line.mend()
-        wait_for(lambda: arena.has_obeyed(0), "the command to be at its rehearsal")
+        wait_for(lambda: arena.has_obeyed(0), "the command to run its preflight check")
         line.cut()
         line.mend()
         (arena.orders / "open").touch()

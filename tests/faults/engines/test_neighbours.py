@@ -78,9 +78,9 @@ def test_a_worker_touches_its_progress_file(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--save-every", "0"), "--save-every is 0.0: it must be greater than 0"),
-        (("--stall-factor", "1"), "--stall-factor is 1.0: it must be greater than 1"),
-        (("--save-every", "nan"), "--save-every is nan: it must be a finite number"),
+        (("--save-every", "0"), "--save-every must be above 0, not 0.0"),
+        (("--stall-factor", "1"), "--stall-factor must be above 1, not 1.0"),
+        (("--save-every", "nan"), "--save-every must be a finite number, not nan"),
     ],
 )
 def test_impossible_worker_options_are_rejected(arena: Arena, options: tuple[str, ...], message: str) -> None:

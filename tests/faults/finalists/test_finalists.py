@@ -92,8 +92,10 @@ def assert_printed(arena: Arena, found: Finalists) -> None:
     assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 new splits" in said
     score = found.expected_score
     assert score is not None
-    between = f"{score.low:.4f} to {score.high:.4f} (90%)"
-    assert f"expect {score.mean:.4f} on new data, {between}: each seed has a new train/validation split" in said
+    between = f"{score.low:.4f} to {score.high:.4f} (90% prediction interval)"
+    assert (
+        f"expected score on new data: {score.mean:.4f}, {between}; each seed has a new train/validation split" in said
+    )
     assert re.search(rf"^ +1 +{row.trial} +{row.search_value:.4f} .* winner", said, re.MULTILINE)
     assert "worker logs" not in said, "there is nothing left to train"
 

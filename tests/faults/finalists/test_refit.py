@@ -77,7 +77,7 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("promote", NAME, "--refit")
     assert "worker logs" not in said, "there is nothing left to train"
     assert f"the refit (trial {refit.selected_trial} of {MADE}) is now models:/{NAME}@champion (version " in said
-    assert "unconfirmed: the model was not evaluated on the test set yet" in said
+    assert "is marked as unconfirmed: the model was not evaluated on the test set yet" in said
     made = load_study(study.storage, MADE)
     (promotion,) = read_promotions(study.engine, made.study_id)
     assert (promotion.trial_number, promotion.alias) == (refit.selected_trial, "champion")
@@ -97,12 +97,12 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 def assert_served(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("serve-check", f"{NAME}@champion")
-    values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
+    values = dict(re.findall(r"^(recorded|recomputed) score +val accuracy (\S+)$", said, re.MULTILINE))
     assert refit.selected_trial is not None
     recorded = load_study(study.storage, MADE).trials()[refit.selected_trial].value
     assert abs(float(values["recorded"]) - (recorded or 0)) < 1e-6
-    assert abs(float(values["as served"]) - (recorded or 0)) < 1e-6
-    assert "reproduced, in a process without this project's code" in said
+    assert abs(float(values["recomputed"]) - (recorded or 0)) < 1e-6
+    assert "score reproduced in a process without the code of hpsearch and the objective" in said
 
 
 def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
@@ -137,4 +137,4 @@ def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert json.loads(version.tags["hpsearch.test"])["scores"] == opening.scores
     assert client.get_run(version.run_id).data.metrics["test_accuracy"] == opening.scores["accuracy"]
     said = arena.run("promote", NAME, "--alias", "searched")
-    assert f"unconfirmed: the test set was evaluated with the refit of trial {refit.search_trial}" in said
+    assert f"is marked as unconfirmed: the test set was evaluated with the refit of trial {refit.search_trial}" in said

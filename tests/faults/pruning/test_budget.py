@@ -67,7 +67,7 @@ def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, 
     assert rows(arena, REASONS) == [(2, f'"after epoch 2 of {EPOCHS}: the budget of {budget} epochs was spent"')]
 
     said = arena.run("extend", arena.name, "--budget-epochs", f"+{EPOCHS}")
-    assert f"{budget} -> {budget + EPOCHS} epochs" in said
+    assert f"budget changed from {budget} to {budget + EPOCHS} epochs" in said
     arena.work(1)
     trials = check(arena, undisturbed(N_TRIALS), budget + EPOCHS)
     assert [(trial.state, len(trial.values)) for trial in trials] == [

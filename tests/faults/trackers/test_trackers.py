@@ -74,7 +74,7 @@ def test_an_outage_of_mlflow_does_not_affect_other_trackers(
             assert len(event_points(events, number)) == EPOCHS, "while MLflow is away"
             assert len(wandb_rows(arena.home, number)) == EPOCHS
         line.mend()
-        assert "nothing is left" in arena.run("sync", arena.name)
+        assert "no unsent records are left" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert_tracked(direct, arena.name, trials)
     assert_sent(trials, events, arena.home)
@@ -128,7 +128,7 @@ def test_records_for_unreachable_weights_and_biases_are_sent_later(
     assert "1 trial not fully sent to Weights & Biases" in output
     assert len(event_points(events, 0)) == EPOCHS
     arena.settings["WANDB_MODE"] = "offline"
-    assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
+    assert "1 trial sent, no unsent records are left" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
     assert_tracked(arena.tracking_uri, arena.name, trials)
     assert_sent(trials, events, arena.home)
@@ -138,14 +138,14 @@ def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena,
     """Each error is one line with the setting, its value and a remedy."""
     arena.settings |= {"WANDB_MODE": "online", "NETRC": str(arena.folder / "netrc")}
     with pytest.raises(
-        AssertionError, match=r"hpsearch: --wandb me/faults: no API key of Weights & Biases: set WANDB_API_"
+        AssertionError, match=r"hpsearch: --wandb me/faults: no API key of Weights & Biases; set WANDB_API_"
     ):
         arena.create(1, [], settings=settings(events))
     arena.settings["WANDB_MODE"] = "offline"
     arena.create(1, [], settings=settings(events))
     events.parent.rmdir()
     events.parent.write_text("in its way")
-    assert f"--tensorboard {events.parent}: not writable (File exists); choose a writable folder" in arena.run(
+    assert f"--tensorboard {events.parent} is not writable (File exists); choose a writable folder" in arena.run(
         "worker", "--study", arena.name, code=2
     )
     events.parent.unlink()

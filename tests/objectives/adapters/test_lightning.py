@@ -149,7 +149,7 @@ def test_lightning_does_not_handle_sigterm(monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"trainer": {"max_epochs": 3}}, r"fit\(\): the trial sets max_epochs; remove the argument"),
+        ({"trainer": {"max_epochs": 3}}, r"fit\(\): hpsearch sets the Trainer argument 'max_epochs'"),
         ({"metric": "acuracy"}, "'acuracy' is not reported; did you mean 'accuracy'"),
         (
             {"run": lambda _, trial: lightning.fit(trial, Net(0.1), [1, 2])},

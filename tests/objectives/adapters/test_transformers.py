@@ -97,11 +97,11 @@ def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
     [
         (
             {"settings": {"num_train_epochs": 3}},
-            r"training_arguments\(\): the trial sets num_train_epochs; remove the argument",
+            r"training_arguments\(\): hpsearch sets the argument 'num_train_epochs'",
         ),
         (
             {"arguments": lambda *_: TrainingArguments("out", use_cpu=True)},
-            r"train\(\): the Trainer needs args=training_arguments\(trial, ...\)",
+            r"train\(\) needs a Trainer that was created with args=training_arguments\(trial, ...\)",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_too_little_memory_is_reported_also_without_a_text():
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
     _fit(session=LocalSession(tmp_path))
-    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: its epochs is 5, not 6"):
+    with pytest.raises(ObjectiveError, match="the checkpoint belongs to another run: its epochs is 5, not 6"):
         _fit(session=LocalSession(tmp_path), epochs=6)
 
 
@@ -213,17 +213,17 @@ def _reporting(*reports, outside=False):
         (_reporting(({"distance": math.nan}, None)), "distance is nan at epoch 1"),
         (
             _reporting(({"distance": torch.ones(3)}, None)),
-            r"trial.report: distance must be one number, not a Tensor",
+            r"trial.report: 'distance' must be one number, not a Tensor",
         ),
-        (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: other must be one number, not 'x'"),
-        (_reporting((0.5, None)), "trial.report needs a dictionary of numbers by name, not float"),
+        (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: 'other' must be one number, not 'x'"),
+        (_reporting((0.5, None)), "trial.report needs a dictionary such as {'accuracy': 0.9}, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
-            r"state\.a\.0 is a object, which a checkpoint",
+            r"'state\.a\.0' is a object, which a checkpoint",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
-            r"trial.report: state\.net is a Linear, which a checkpoint cannot hold; pass its state_dict\(\)",
+            r"trial.report: 'state\.net' is a Linear, which a checkpoint cannot store; pass its state_dict\(\)",
         ),
         (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
         (
@@ -232,7 +232,7 @@ def _reporting(*reports, outside=False):
         ),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
-            "Odd.suggest: f must be a JSON value",
+            "Odd.suggest: 'f' must be a JSON value",
         ),
         (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
     ],
@@ -326,7 +326,7 @@ def test_a_function_can_be_an_objective(tmp_path):
     result = _fit(objective, epochs=3)
     assert result.best_value == pytest.approx(8 * 0.75**3)
     assert type(load_objective(f"{path}:main")) is type(objective)
-    with pytest.raises(ObjectiveError, match="lazy does not train; iterate over trial"):
+    with pytest.raises(ObjectiveError, match="lazy ended without training; iterate over trial"):
         load_objective(f"{path}:lazy").default_config()
     with pytest.raises(ObjectiveError, match="'rate' is suggested too late; suggest all parameters before"):
         _fit(load_objective(f"{path}:late"))

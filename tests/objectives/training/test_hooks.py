@@ -71,7 +71,7 @@ def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
         ),
         (
             lambda model: [{"params": [*model.parameters(), *model.parameters()]}],
-            "a parameter is in two groups",
+            "a parameter occurs twice in the parameter groups",
         ),
     ],
 )

@@ -92,9 +92,12 @@ def test_the_training_loss_cannot_select_the_best_epoch(objective_with):
             {"gradient_accumulation_steps": 7, "batch_size": 16},
             "gradient_accumulation_steps 7 with batch_size 16 is more than an epoch of 106 samples; ",
         ),
-        ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps 6 must be below the run's 6 steps"),
-        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 must be below the run's 2 epochs"),
-        ({"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64}, "cycles 3 exceeds the run's 2 steps"),
+        ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps must be below the run's 6 steps, not 6"),
+        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs must be below the run's 2 epochs, not 2"),
+        (
+            {"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64},
+            "cycles must be at most the run's 2 steps, not 3",
+        ),
     ],
 )
 def test_an_incompatible_recipe_is_reported_before_training(objective_with, settings, message):

@@ -280,7 +280,10 @@ def _dictionary(_self, seed):
             r"Changed.step: the loss must have shape \[\d+\] or \[\], not \[2, 2\]",
         ),
         ({"step": lambda *_: 1 / 0}, r"Changed.step: .*test_structures.py:\d+: ZeroDivisionError"),
-        ({"metrics": lambda *_: 3}, "metrics\\(\\) must return an object with update, compute, reset, not int"),
+        (
+            {"metrics": lambda *_: 3},
+            "metrics\\(\\) must return an object with the methods update, compute and reset, not int",
+        ),
     ],
 )
 def test_mistakes_are_reported_before_training(objective_with, replaced, message):

@@ -73,7 +73,7 @@ def test_returned_objects_are_copies(study: Study) -> None:
 def test_the_best_trial_and_the_reason_of_another(study: Study) -> None:
     assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
-    assert "trial 2 of s: infeasible" in study.describe_trial(2)
+    assert "trial 2 of study s: infeasible" in study.describe_trial(2)
     assert "the loss is nan" in study.describe_trial(2)
     with pytest.raises(SearchError, match="--trial 3: study 's' has no such trial"):
         study.describe_trial(3)
@@ -134,8 +134,8 @@ def test_a_wrong_setting_is_an_error_before_services_start() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"n_trials": 0}, "n_trials is 0: it must be at least 1"),
-        ({"metric": ""}, "metric is '': it must have at least 1 character"),
+        ({"n_trials": 0}, "n_trials must be at least 1, not 0"),
+        ({"metric": ""}, "metric must have at least 1 character, not ''"),
         ({"warm_start": "a,a"}, "warm_start names a twice; remove one of them"),
         ({"n_trial": 5}, "create(n_trial=5): unknown argument; did you mean 'n_trials'?"),
         (
@@ -151,7 +151,9 @@ def test_errors_name_keywords(settings: dict[str, Any], said: str) -> None:
 
 
 def test_an_invalid_objective_is_rejected() -> None:
-    with pytest.raises(SearchError, match=r"^objective is 42; give a name such as 'digits' or 'wine.py', or a class$"):
+    with pytest.raises(
+        SearchError, match=r"^objective=42 is invalid; give a name such as 'digits' or 'wine.py', or a class$"
+    ):
         Study.create(42)  # type: ignore[arg-type]  # the mistake
 
 
@@ -160,7 +162,7 @@ def test_an_invalid_objective_is_rejected() -> None:
     [
         ({"worker": 2}, "run(worker=2): unknown argument; did you mean 'workers'?"),
         ({"workers": "x"}, "run(workers='x') is invalid; give a number such as workers=2"),
-        ({"workers": 0, "lease": "x"}, "lease is 'x': it must be a valid number"),
+        ({"workers": 0, "lease": "x"}, "lease must be a valid number, not 'x'"),
     ],
 )
 def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any], said: str) -> None:

@@ -48,7 +48,10 @@ BAD = [
     (["run", "digits", "--trials", "many"], ["--trials", "'many'", "it must be a valid integer"]),
     (["run", "digits", "--budget-seconds", "1e308"], ["--budget-seconds", "at most 1000000000"]),
     (["run", "digits", "--sampler", "grid"], ["--sampler-option", "search_space="]),
-    (["run", "digits", "--sampler", "grid", "--sampler-option", "search_space={lr: [[1]]}"], ["lr has [1]"]),
+    (
+        ["run", "digits", "--sampler", "grid", "--sampler-option", "search_space={lr: [[1]]}"],
+        ["lr has the invalid value [1]"],
+    ),
     (["run", "digits", "--workers", "-1"], ["--workers", "-1"]),
     (["run", "digits", "--workers", "99999999999"], ["--workers", "512"]),
     (["run", "digits", "--epochs", "0"], ["epochs", "0"]),
@@ -78,7 +81,7 @@ BAD = [
     (["run", "digits", "--sampler", "curves"], ["unknown sampler 'curves'; it is now 'freeze_thaw'"]),
     (["open-test", "s"], ["unknown command 'open-test'; it is now 'evaluate-test'"]),
     (["train", "digits", "--set", "accumulate=2"], ["it is now 'gradient_accumulation_steps'"]),
-    (["run", "digits", "--lease", "0.5"], ["--lease is 0.5: it must be at least 1"]),
+    (["run", "digits", "--lease", "0.5"], ["--lease must be at least 1, not 0.5"]),
     (["migrate"], ["--storage-url", "HPSEARCH_OWNER_URL"]),
     (["migrate", "--bootstrap"], ["HPSEARCH_ADMIN_URL"]),
     (["serve", "mlflow"], ["MLFLOW_BACKEND_STORE_URI"]),
@@ -118,7 +121,7 @@ def test_a_mistake_in_a_spec_file_is_reported(refuse, tmp_path: Path, text: str,
 
 def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
     monkeypatch.setenv("HPSEARCH_STALL", "9")
-    assert "HPSEARCH_STALL=9 is not supported any more; set HPSEARCH_STALL_FACTOR" in refuse("run", "digits")
+    assert "HPSEARCH_STALL=9 is no longer supported; set HPSEARCH_STALL_FACTOR instead" in refuse("run", "digits")
 
 
 @pytest.mark.parametrize(("name", "text"), [("s.yaml", "- a\n- b\n"), ("s.json", "{}"), ("s.yml", "a: [1\n")])
@@ -248,8 +251,8 @@ def test_a_prompt_without_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "n_trials is 0: it must be at least 1"),
-        (("--trials", "-1"), "--trials is -1: it must be at least 1"),
+        ((), "n_trials must be at least 1, not 0"),
+        (("--trials", "-1"), "--trials must be at least 1, not -1"),
     ],
 )
 def test_an_error_names_a_setting_as_in_the_command(

@@ -32,7 +32,7 @@ def test_a_run_is_trained_with_the_given_settings(capsys, tmp_path: Path) -> Non
     code, out, _ = call(capsys, "train", "digits", *SMALL, "--set", "lr=1e-3", "--set", "ema_decay=null")
     assert code == 0
     assert [line.split()[1] for line in out.splitlines() if line.startswith("epoch ")] == ["1", "2", "3"]
-    assert re.search(r"best accuracy 0\.\d+ at epoch \d; runs/digits-\d{8}-\d{6}/report.md", out)
+    assert re.search(r"best accuracy 0\.\d+ at epoch \d; report: runs/digits-\d{8}-\d{6}/report.md", out)
     assert "test" not in out
     (run_dir,) = (tmp_path / "runs").iterdir()
     config = yaml.safe_load((run_dir / "config.yaml").read_text())["config"]
@@ -78,7 +78,7 @@ def test_ctrl_c_prints_how_to_resume(zygote: Zygote, tmp_path: Path) -> None:
     assert process.returncode == 130
     epochs, last_line = said.splitlines()[:-1], said.splitlines()[-1]
     assert all(line.startswith("epoch ") for line in epochs), said
-    assert last_line == f"hpsearch: stopped; resume with --run-dir {run_dir}"
+    assert last_line == f"hpsearch: training stopped; repeat the command with --run-dir {run_dir} to resume it"
     assert (run_dir / "last.pt").exists()
 
 
@@ -96,7 +96,7 @@ def test_smoke_prints_and_stores_the_curve(capsys) -> None:
     assert losses[0] > 2
     assert losses[-1] < 0.01
     assert 10 < len(losses) < 50
-    assert "passed: loss of 32 samples below 0.01" in out
+    assert "passed: the loss of 32 samples is below 0.01" in out
     assert Path("a/smoke.json").exists()
     assert Path("a/smoke.png").exists()
 
@@ -120,13 +120,13 @@ def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
     assert code == 1
     assert out.startswith("step     0  loss 2.3")
     assert "step    49" in out.splitlines()[-1]
-    assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps, .*\n", err)
+    assert re.fullmatch(r"hpsearch: smoke test failed: the loss of one batch is \S+ after 50 steps, .*\n", err)
 
 
 def test_lr_range_suggests_a_rate_and_plots_the_curve(capsys) -> None:
     code, out, _ = call(capsys, "lr-range", "breast_cancer", "--run-dir", "a", "--steps", "100")
     assert code == 0
-    assert re.search(r"suggested lr \S+ \(steepest descent\)", out)
+    assert re.search(r"suggested learning rate \S+ \(the loss falls fastest\)", out)
     assert Path("a/lr-range.png").exists()
 
 
@@ -197,7 +197,7 @@ from hpsearch.objectives.builtin.digits import Digits
 class Several(Digits):
     directions = {"accuracy": "maximize", "latency_ms": "minimize"}
     constraints = {"model_mb": "<= 10", "shrunk": ">= 0"}
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         return {"shrunk": 0.25}
 
 class Wrong(Digits):
@@ -243,7 +243,7 @@ MISTAKES = [
     (["train", "digits", "--set", "model.widht=3"], ["model.widht", "'width'"]),
     (["train", "digits", "--set", "model.kind=transformer"], ["transformer"]),
     (["train", "digits", "--set", "gradient_accumulation_steps=99"], ["gradient_accumulation_steps 99", "at most 16"]),
-    (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps 9999"]),
+    (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps must be", "9999"]),
     (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
     (["train", "digits", "--device", "toaster"], ["'toaster'"]),
     (["train", "digits", "--keep", "0"], ["--keep", "0"]),

@@ -45,7 +45,7 @@ def test_a_failing_check_is_reported_in_one_line_without_passwords() -> None:
     assert [each.check for each in (a, b, c, d)] == ["a", "b", "c", "d"]
     assert a.status == "failed"
     assert a.found == "RuntimeError: cannot use postgresql://u:***@h/d with ***"
-    assert (b.status, b.found) == (c.status, c.found) == ("skipped", "the check 'a' failed")
+    assert (b.status, b.found) == (c.status, c.found) == ("skipped", "not run, because the check 'a' failed")
     assert (d.status, d.found) == ("ok", "d")
 
 
@@ -82,7 +82,7 @@ def test_a_home_without_write_access_is_reported() -> None:
 def test_different_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = tmp_path / "constraints.txt"
     monkeypatch.setattr("hpsearch.search.doctor.checks.CONSTRAINTS", constraints)
-    assert "no constraints.txt" in check_versions().found
+    assert "not compared with constraints.txt" in check_versions().found
     pins = {name: str(there).partition("+")[0] for name, there in read_direct_dependencies().items()}
     assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()
     assert "pytest" not in pins
@@ -104,7 +104,7 @@ def test_gpus_that_torch_does_not_detect_cause_a_warning(tmp_path: Path, monkeyp
     found = check_gpus()
     assert found.status == "warning"
     assert "2 GPUs (NVIDIA H200)" in found.found
-    assert "unset this variable" in found.remedy
+    assert "unset CUDA_VISIBLE_DEVICES" in found.remedy
     program.write_text("#!/bin/sh\nexit 9\n")  # the driver is not loaded
     assert check_gpus().status == "ok"
 
@@ -156,7 +156,7 @@ def test_a_server_of_another_series_that_rejects_artifacts_is_reported(healthy: 
     assert mlflow.status == "warning"
     assert "MLflow 2.9.1" in mlflow.found
     assert artifacts.status == "failed"
-    assert artifacts.found.startswith("test file not written: ")
+    assert artifacts.found.startswith("test file not written to the artifact store: ")
     assert "--artifacts-destination" in artifacts.remedy
 
 

@@ -91,7 +91,7 @@ def test_without_services_doctor_prints_the_remedy_and_starts_nothing(look: Look
     assert checks["services"]["status"] == "failed"
     assert "hpsearch up" in checks["services"]["remedy"]
     assert {checks[name]["status"] for name in SERVICES[1:]} == {"skipped"}
-    assert checks["artifacts"]["found"] == "the check 'services' failed"
+    assert checks["artifacts"]["found"] == "not run, because the check 'services' failed"
     assert checks["checkpoints"]["status"] == "ok"
     assert {service.state for service in embedded.read_status(fresh_home)} == {"stopped"}
     assert sorted(path.name for path in fresh_home.rglob("*")) == sorted(FOLDERS)
@@ -104,7 +104,8 @@ def test_an_unreachable_database_is_reported_without_its_password(look: Look, st
     assert checks["database"]["status"] == "failed"
     assert "nothing listens at 127.0.0.1:1" in checks["database"]["found"]
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
-    skipped = [name for name, check in checks.items() if check["found"] == "the check 'database' failed"]
+    why = "not run, because the check 'database' failed"
+    skipped = [name for name, check in checks.items() if check["found"] == why]
     assert skipped == [*SERVICES[2:6], "study", "release", "objective", "source", "checkpoints"]
     assert "geheim" not in str(checks)
 
@@ -119,12 +120,12 @@ def test_missing_rights_are_reported_with_the_grant_statement(look: Look, owner_
     execute(owner_url, "REVOKE INSERT, DELETE ON trial_values FROM hpsearch_worker")
     code, checks = look("--storage-url", database_url)
     assert code == 1
-    assert "lacks DELETE, INSERT on trial_values" in checks["rights"]["found"]
+    assert "lacks DELETE, INSERT on the tables trial_values" in checks["rights"]["found"]
     grant = checks["rights"]["remedy"]
-    assert grant == "as the owner: GRANT DELETE, INSERT ON trial_values TO hpsearch_worker"
+    assert grant == "run as the owner: GRANT DELETE, INSERT ON trial_values TO hpsearch_worker"
     execute(owner_url, grant.partition(": ")[2], "REVOKE ALL ON ALL SEQUENCES IN SCHEMA public FROM hpsearch_worker")
     _, checks = look("--storage-url", database_url)
-    assert "lacks USAGE on " in checks["rights"]["found"]
+    assert "lacks USAGE on the sequences " in checks["rights"]["found"]
     execute(owner_url, checks["rights"]["remedy"].partition(": ")[2])
     assert look("--storage-url", database_url)[0] == 0
 
@@ -141,7 +142,7 @@ def test_tables_of_another_release_need_a_migration(look: Look, owner_url: str, 
 
 def test_a_database_without_tables_needs_a_migration(look: Look, empty_database_url: str) -> None:
     _, checks = look("--storage-url", empty_database_url)
-    assert checks["schema"]["found"] == "there are no tables yet"
+    assert checks["schema"]["found"] == "the database has no hpsearch tables yet"
     assert "hpsearch migrate" in checks["schema"]["remedy"]
 
 
@@ -162,14 +163,14 @@ def test_an_unreachable_mlflow_server_is_reported(look: Look, database_url: str)
     assert checks["artifacts"] == {
         "check": "artifacts",
         "status": "skipped",
-        "found": "the check 'mlflow' failed",
+        "found": "not run, because the check 'mlflow' failed",
         "remedy": "",
     }
     assert {checks[name]["status"] for name in SERVICES[:6]} == {"ok"}
 
 
 def test_without_a_tracking_uri_that_of_the_study_is_used(look: Look, database_url: str, path: Path) -> None:
-    assert "give STUDY to check" in look("--storage-url", database_url)[1]["mlflow"]["found"]
+    assert "or STUDY to check" in look("--storage-url", database_url)[1]["mlflow"]["found"]
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
@@ -214,7 +215,7 @@ def test_obstacles_for_joining_a_study_are_reported(
     path.unlink()
     code, checks = look("s", "--storage-url", database_url)
     assert "wine.py" in checks["objective"]["found"]
-    assert checks["source"]["found"] == "the check 'objective' failed"
+    assert checks["source"]["found"] == "not run, because the check 'objective' failed"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_refit_is_not_listed_as_finalists(study: StoredStudy, say: Say) -> Non
     assert "evaluate the test set of 's'" in say("evaluate-test", "s.refit", code=2)
     assert "hpsearch promote s --refit" in say("start", "s.refit")
     gone = say("delete", "s", "--yes").splitlines()
-    assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]
+    assert gone == [f"deleted study {name}; its MLflow runs are kept" for name in ("s.finalists", "s.refit", "s")]
 
 
 def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStudy) -> None:
@@ -82,7 +82,9 @@ def test_a_refit_is_joined_while_winner_and_epochs_are_the_same(study: StoredStu
     for seeds in (None, 1):
         again, created = make_or_join_refit(study, seeds=seeds)
         assert (again.study_id, created) == (made.study_id, False)
-    with pytest.raises(SearchError, match=r"--refit-seeds 3 differs from the refit's 1; remove this option"):
+    with pytest.raises(
+        SearchError, match=r"--refit-seeds 3 differs from the 1 of the existing refit; remove --refit-seeds"
+    ):
         make_or_join_refit(study, seeds=3)
     confirm(study, winner=1, epochs=[1, 2], new_set=True)
     with pytest.raises(SearchError, match="the winner of study 's' has no refit yet"):

@@ -159,9 +159,9 @@ def test_without_complete_finalists_there_is_no_pareto_front(study: StoredStudy)
 
 def test_the_test_set_opens_for_the_named_trial_of_the_pareto_front(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose one with --trial \(0, 2\)"):
         choose_candidate(study, trial=None, unconfirmed=False)
-    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(0, 2\)"):
         choose_candidate(study, trial=1, unconfirmed=False)
     for trial in (0, 2):
         candidate = choose_candidate(study, trial=trial, unconfirmed=False)
@@ -188,9 +188,9 @@ def test_errors_of_a_choice_from_the_pareto_front(study: StoredStudy) -> None:
 
 def test_a_named_trial_of_the_pareto_front_is_refit(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"no finalist of 's' dominates all others; choose one with --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None)
-    with pytest.raises(SearchError, match=r"give --trial \(0, 2\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(0, 2\)"):
         make_or_join_refit(study, seeds=None, trial=1)
     made, created = make_or_join_refit(study, seeds=3, trial=2)
     of = made.spec.finalists_of
@@ -248,14 +248,14 @@ def test_prefer_breaks_ties_by_another_metric(storage: PostgresStorage) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("latency", "'latency' is not valid"),
-        ("accuracy == 0.9", "'accuracy == 0.9' is not valid"),
+        ("latency", "'latency' is not a condition"),
+        ("accuracy == 0.9", "'accuracy == 0.9' is not a condition"),
         ("accuracy >= high", "'high' is not a number"),
         ("accuracy >= nan", "'nan' is not a number"),
-        ("", "'' is not valid"),
+        ("", "'' is not a condition"),
         ("accuracy >= 0.9 or latency_ms", "write conditions, then metrics"),
         ("accuracy >= 0.9 then", "with the metrics accuracy, latency_ms"),
-        ("accuracy >=", "'accuracy >=' is not valid"),
+        ("accuracy >=", "'accuracy >=' is not a condition"),
     ],
 )
 def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> None:
@@ -268,7 +268,7 @@ def test_an_invalid_prefer_is_an_error_of_one_line(text: str, words: str) -> Non
 
 
 def test_prefer_needs_several_metrics_and_a_trial(storage: PostgresStorage) -> None:
-    with pytest.raises(SearchError, match="has one metric, accuracy; replace --prefer by --trial"):
+    with pytest.raises(SearchError, match="has one metric, accuracy; replace --prefer with --trial"):
         select_preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
     with pytest.raises(SearchError, match=r"has no trial to select: all complete trials .* --infeasible"):

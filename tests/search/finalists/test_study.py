@@ -78,7 +78,7 @@ def test_a_second_call_joins_the_same_finalists(study: StoredStudy) -> None:
     for given in ({"top": None, "seeds": None}, {"top": 2, "seeds": 2}):
         again, created = create_or_join(study, **given)
         assert (again.study_id, again.spec, created) == (chosen.study_id, chosen.spec, False)
-    with pytest.raises(SearchError, match=r"'s' were chosen with other options \(--top: 2 -> 3; --seeds: 2 -> 1\)"):
+    with pytest.raises(SearchError, match=r"'s' were chosen with --top 2, not 3; --seeds 2, not 1; remove"):
         create_or_join(study, top=3, seeds=1)
 
 
@@ -108,7 +108,7 @@ def test_a_new_set_of_finalists_counts_once_it_has_a_winner(study: StoredStudy) 
     train(second, lambda *_: 0.6, trials=1)
     assert (table(study).study, table(study).winner) == ("s.finalists", 3)
     assert format_confirmation(study)[0].startswith("winner: trial 3")
-    assert format_confirmation(study)[-1] == ("new set, s.finalists-2: finalists: 1 of 2 trained, on 1 new seed")
+    assert format_confirmation(study)[-1] == ("new set, s.finalists-2: finalists: 1 of 2 runs ended, on 1 new seed")
     with pytest.raises(SearchError, match=r"in s.finalists-2, have 1 unfinished run; continue with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
@@ -168,7 +168,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     claim = Claims(storage.engine, study.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     study.set_attr(STOPPED, "by ann@host")
-    with pytest.raises(SearchError, match=r"has 1 running trial; wait for their end with hpsearch stop s --wait$"):
+    with pytest.raises(SearchError, match=r"has 1 running trial; wait until they end with hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
     Claims(storage.engine, study.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]
@@ -198,10 +198,12 @@ def test_a_failed_finalist_is_retried(study: StoredStudy, say: Say) -> None:
     assert table(study).get_row(1).values == (None, 0.75)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"top": 0}, "--top 0"), ({"seeds": "x"}, "--seeds 'x'")])
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"top": 0}, "--top must .*, not 0"), ({"seeds": "x"}, "--seeds must .*, not 'x'")]
+)
 def test_wrong_numbers_are_rejected_and_no_set_is_created(
     study: StoredStudy, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SearchError, match=f"{message}: give a whole number of at least 1"):
+    with pytest.raises(SearchError, match=message):
         create_or_join(study, **{"top": None, "seeds": None, **settings})  # type: ignore[arg-type]
     assert study.storage.get_all_studies()[1:] == []

@@ -30,7 +30,7 @@ def test_the_table_of_new_seeds_decides(study: StoredStudy) -> None:
     assert (found.winner, found.pending) == (None, 3)
     assert [row.values for row in found.rows] == [(0.80, None), (0.70, None), (0.85, None)]
     assert [row.mean for row in found.rows] == [0.80, 0.70, 0.85]
-    assert "finalists: 3 of 6 trained, on 2 new seeds" in format_confirmation(study)
+    assert "finalists: 3 of 6 runs ended, on 2 new seeds" in format_confirmation(study)
 
     train(chosen, value)
     found = table(study)
@@ -60,10 +60,10 @@ def test_new_splits_give_an_expected_test_score(study: StoredStudy) -> None:
     assert (found.winner, found.is_resplit) == (4, True)
     assert expected is not None
     assert expected.low < 0.845 < expected.high
-    between = f"{expected.low:.4f} to {expected.high:.4f} (90%)"
+    between = f"{expected.low:.4f} to {expected.high:.4f} (90% prediction interval)"
     lines = format_confirmation(study)
     assert lines[0].startswith("winner: trial 4, val accuracy 0.8450 on 2 new splits")
-    assert f"expect 0.8450 on new data, {between}: each seed has a new train/validation split" in lines
+    assert f"expected score on new data: 0.8450, {between}; each seed has a new train/validation split" in lines
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,10 @@ def test_the_test_score_is_compared_with_the_expected_one(study: StoredStudy, te
         finalists=chosen.spec.name,
     )
     write_scores(study.engine, study.study_id, opening, {"accuracy": test})
-    assert re.search(rf"^test set: accuracy {test:.4f}, {where} 0\.\d+ to 0\.\d+ \(90%\), evaluated", last_line(study))
+    assert re.search(
+        rf"^test set: accuracy {test:.4f}, {where} 0\.\d+ to 0\.\d+ \(90% prediction interval\), evaluated",
+        last_line(study),
+    )
 
 
 def last_line(study: StoredStudy) -> str:
@@ -126,7 +129,7 @@ def test_a_finalist_without_all_values_cannot_win(study: StoredStudy) -> None:
         return None if (trial, seed) == (1, of.seeds[1]) else 0.9 - trial / 10
 
     train(chosen, value, trials=3)
-    assert format_confirmation(study) == ["finalists: 3 of 4 trained, 1 without a value, on 2 new seeds"]
+    assert format_confirmation(study) == ["finalists: 3 of 4 runs ended, 1 without a value, on 2 new seeds"]
     train(chosen, value)
     found = table(study)
     assert found.winner == 3

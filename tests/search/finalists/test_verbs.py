@@ -23,7 +23,7 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
     shown = say("show", "s")
-    assert "finalists: 0 of 4 trained" in shown
+    assert "finalists: 0 of 4 runs ended" in shown
     assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in say("show", "s")
@@ -36,7 +36,7 @@ def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -
     assert "'s.finalists' has 1 running trial;" in say("delete", "s", "--yes", code=2)
     Claims(chosen.storage.engine, chosen.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     said = say("delete", "s", "--yes")
-    assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
+    assert said.splitlines() == [f"deleted study {name}; its MLflow runs are kept" for name in ("s.finalists", "s")]
     assert chosen.storage.get_all_studies() == []
 
 
@@ -71,8 +71,9 @@ def test_evaluate_test_needs_a_winner(study: StoredStudy, say: Say) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     assert "have 2 unfinished runs" in say("evaluate-test", "s", "--yes", code=2)
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
-    assert "is trial 3; remove --trial, or evaluate an unconfirmed trial with --unconfirmed --trial 1" in say(
-        "evaluate-test", "s", "--yes", "--trial", "1", code=2
+    assert (
+        "is trial 3; remove --trial, or evaluate a trial without confirmation by finalists with --unconfirmed --trial 1"
+        in say("evaluate-test", "s", "--yes", "--trial", "1", code=2)
     )
     assert "has no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 

@@ -50,14 +50,14 @@ def test_machines_without_an_address_are_an_error(
 def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(WorkerOptions(device="cpu", devices=8))
     check_devices(WorkerOptions(device="cuda:1"))
-    with pytest.raises(SearchError, match="--device cuda:1 selects one device"):
+    with pytest.raises(SearchError, match="--device cuda:1 selects one device, but each trial needs"):
         check_devices(WorkerOptions(device="cuda:1", devices=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(SearchError, match="--devices 2 needs 2 CUDA devices, and this machine has 1"):
+    with pytest.raises(SearchError, match="--devices 2 needs 2 CUDA devices, but this machine has 1"):
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
         count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)
-    with pytest.raises(SearchError, match="--nodes is 0: it must be at least 1"):
+    with pytest.raises(SearchError, match="--nodes must be at least 1, not 0"):
         WorkerOptions(nodes=0)
 
 

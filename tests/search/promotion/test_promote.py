@@ -16,7 +16,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.promotion.registry_watch import RegistryWatcher, sync_promotions
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import format_promotions, print_trial
+from hpsearch.search.report.show import format_promotions
+from hpsearch.search.report.show_trial import print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
@@ -93,7 +94,7 @@ def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Trac
 
 def test_promoting_a_trial_that_is_not_complete_is_an_error(tracked: Tracked) -> None:
     states = {
-        TrialState.PRUNED: r"the trial was pruned \(why\); give a complete trial, such as 1",
+        TrialState.PRUNED: r"the trial was pruned \(why\); give the number of a complete trial, such as 1",
         TrialState.FAIL: r"the trial failed \(why\); give",
         TrialState.RUNNING: "the trial is still running; give",
         TrialState.WAITING: "the trial has not been run yet; give",
@@ -112,7 +113,7 @@ def test_promoting_an_infeasible_unknown_or_modelless_trial_is_an_error(own_trac
     )
     with pytest.raises(SearchError, match=r"^--trial 4: the trial is infeasible \(NaN\)"):
         promote(own_tracked.stored, own_tracked.tracking, trial=4)
-    with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has the trials 0 to 4$"):
+    with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; give a number from 0 to 4$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=9)
     own_tracked.client.delete_logged_model(own_tracked.model_of(2))
     links, trial_id = RunLinks(own_tracked.stored.engine), own_tracked.stored.trials()[2]._trial_id

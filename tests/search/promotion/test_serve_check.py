@@ -44,7 +44,9 @@ def test_serving_can_import_other_packages() -> None:
     "reference", ["digits", "", "@champion", "digits@", "digits/", "digits/x", "digits/0", "a/b@c", "models:/a/1/2"]
 )
 def test_a_reference_without_a_version_is_an_error(reference: str) -> None:
-    with pytest.raises(SearchError, match="is not a version; give NAME@ALIAS, such as digits@champion, or NAME/VERSI"):
+    with pytest.raises(
+        SearchError, match="is not a model version; give NAME@ALIAS, such as digits@champion, or NAME/VERSI"
+    ):
         find_version(None, reference)  # type: ignore[arg-type]
 
 
@@ -65,7 +67,7 @@ def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Trac
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
     tracked.stored.set_attr(SPEC, spec.model_dump())
-    with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with accuracy"):
+    with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with metric 'accuracy'"):
         serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}", allow_code=True)
 
 

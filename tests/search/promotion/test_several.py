@@ -155,5 +155,5 @@ def test_cleanup_keeps_the_models_of_the_pareto_front(several: Tracked, tmp_path
     found, problems = find_garbage(several.stored, home=tmp_path, tracking=several.tracking, keep_top=1)
     assert problems == []
     assert [(garbage.kind, garbage.trials) for garbage in found] == [
-        ("models and best checkpoints except those of the front and the best 1", (2,))
+        ("models and best checkpoints except those of the Pareto front and the best 1 trials", (2,))
     ]

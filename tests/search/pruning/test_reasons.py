@@ -80,14 +80,14 @@ FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
             {"name": "patient", "patience": 1, "min_delta": 0.1},
             "maximize",
             [0.2, 0.75, 0.5, 0.625],
-            "patient pruner at epoch 4 of 20: best accuracy 0.625 is below 0.65 since epoch 3; best before: 0.75",
+            "patient pruner at epoch 4 of 20: best accuracy 0.625 is below 0.65 since epoch 3; best value before: 0.75",
         ),
         (
             {"name": "patient", "patience": 0, "wrapped": {"name": "median", "n_warmup_steps": 1}},
             "maximize",
             [0.7, 0.2],
             "median pruner at epoch 2 of 20: best accuracy 0.7 is below 0.9, the median of 3 finished trials "
-            "at that epoch; best accuracy 0.2 is below 0.7 since epoch 2; best before: 0.7",
+            "at that epoch; best accuracy 0.2 is below 0.7 since epoch 2; best value before: 0.7",
         ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
@@ -96,12 +96,12 @@ def test_the_reason_of_a_pruning_decision(pruner, direction, curve, reason) -> N
     decision = decide(spec_of(direction, **pruner), FINISHED, curve)
     assert decision.prune
     assert decision.reason == reason
-    json.loads(json.dumps(decision.record()), parse_constant=pytest.fail)
+    json.loads(json.dumps(decision.to_record()), parse_constant=pytest.fail)
 
 
 def test_the_numbers_of_a_reason_are_stored_separately() -> None:
     decision = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.2])
-    assert decision.record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
+    assert decision.to_record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
     going_on = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.95])
     assert (going_on.prune, going_on.reason, going_on.value, going_on.cutoff) == (False, "", 0.95, 0.9)
 

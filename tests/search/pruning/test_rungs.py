@@ -89,7 +89,7 @@ def test_the_reason_names_the_rung_its_cutoff_and_the_number_of_trials(database_
 def test_the_reason_mentions_an_unfilled_rung(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING, bootstrap_count=2))
     assert search.report(search.ask(), 1, 0.9).reason.endswith(
-        "number 1 at rung 0, where the first 2 are pruned (bootstrap_count)"
+        "rung 0 prunes the first 2 trials (bootstrap_count); this is number 1"
     )
     assert search.report(search.ask(), 1, 0.8).prune
     assert not search.report(search.ask(), 1, 0.9).prune

@@ -71,7 +71,9 @@ def test_ties_keep_the_earlier_trial_and_decisions_are_repeatable(
 
 def test_an_unfilled_rung_promotes_no_trial(database_url: str) -> None:
     search = Search(database_url, spec(directions=WAYS, pruner={**HALVING, "bootstrap_count": 2}))
-    assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith("where the first 2 are pruned (bootstrap_count)")
+    assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith(
+        "prunes the first 2 trials (bootstrap_count); this is number 1"
+    )
     assert search.report(search.ask(), 1, [0.8, 0.5]).prune
     assert not search.report(search.ask(), 1, [0.95, 0.4]).prune
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from hpsearch.search.report.show import forecast_trials, print_study, print_trial
+from hpsearch.search.report.show import forecast_trials, print_study
+from hpsearch.search.report.show_trial import print_trial
 from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import open_storage

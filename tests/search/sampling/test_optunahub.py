@@ -115,7 +115,7 @@ def test_without_a_network_the_error_has_a_remedy(registry: Path, monkeypatch: p
 def test_a_missing_commit_or_package_is_an_error(registry: Path, package: str) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
     ref = REF if package == "samplers/half" else head.stdout.strip()
-    with pytest.raises(ValueError, match=f"'{package}' at {ref} is not in OptunaHub's registry: give"):
+    with pytest.raises(ValueError, match=f"'{package}' at {ref} is not in OptunaHub's registry; give"):
         parsed(package=package, ref=ref).prepare()
 
 

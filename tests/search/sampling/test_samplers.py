@@ -17,8 +17,8 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch import ObjectiveError
-from hpsearch.objectives.search_space import list_configurations
 from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.grid_and_brute_force import list_configurations
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
@@ -304,25 +304,33 @@ def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
         (
             {"name": "brute_force"},
             branches,
-            "brute_force cannot search Small: bend: the range from 0.0 to 1.0 has infinitely many",
+            "brute_force cannot search Small: parameter 'bend' has infinitely many",
         ),
-        ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
+        (
+            {"name": "grid", "search_space": {"lr": [5.0], "width": [8]}},
+            plane,
+            "parameter 'lr' must be in [0.01, 1.0], not 5.0",
+        ),
         (
             {"name": "grid", "search_space": {"lr": [0.1], "width": [9]}},
             plane,
-            "width: 9 is not in [8, 32] with step 8",
+            "parameter 'width' must be in [8, 32] with step 8, not 9",
         ),
-        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is not a number"),
-        ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', a parameter of Small"),
+        (
+            {"name": "grid", "search_space": {"lr": ["x"], "width": [8]}},
+            plane,
+            "parameter 'lr' must be a number, not 'x'",
+        ),
+        ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "parameter 'width' of Small is missing"),
         (
             {"name": "grid", "search_space": {**GRID, "widht": [8]}},
             plane,
-            "search_space.widht: not a parameter of Small; did you mean 'width'?",
+            "search_space: parameter 'widht' does not exist in Small; did you mean 'width'?",
         ),
         (
             {"name": "grid", "search_space": {**GRID, "optimizer": ["adam", "lion"]}},
             mixed,
-            "optimizer: 'lion' is not one of 'adam', 'sgd'",
+            "parameter 'optimizer' must be one of 'adam', 'sgd', not 'lion'",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_frozen_worker_with_the_suggestion_lock_blocks_others_briefly(
         assert take()
         with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take_too:
             assert not take_too()
-        assert "could not acquire the suggestion lock" in caplog.text
+        assert "could not acquire the lock that prevents duplicate suggestions" in caplog.text
         with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=60.0) as take_too:
             assert take_too(), "the server releases the lock of an idle process"
     with suggestion_lock(worker.storage.engine, worker.study._study_id, wait_seconds=0.05) as take:

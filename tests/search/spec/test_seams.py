@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hpsearch.search.cli import options
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.base import Decision, OtherTrials, PruningContext
+from hpsearch.search.pruners.base_and_halving import Decision, OtherTrials, PruningContext
 from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
@@ -81,7 +81,7 @@ def test_a_registered_pruner_decides_with_a_reason() -> None:
             {"sampler": {"name": "toy_steady", "point": 2}},
             "sampler.point: toy_steady has no such option; did you mean 'points'?",
         ),
-        ({"sampler": {"name": "toy_steady", "points": 0}}, "sampler.points is 0: it must be at least 1"),
+        ({"sampler": {"name": "toy_steady", "points": 0}}, "sampler.points must be at least 1, not 0"),
         ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: toy_second has no such option; remove pruner.x"),
     ],
 )
@@ -119,5 +119,5 @@ def test_a_registered_setting_is_a_field_of_the_spec(monkeypatch: pytest.MonkeyP
     assert CliRunner().invoke(app, ["digits", "--toy-sparkle", "5"]).exit_code == 0
     assert seen == [{"objective": "digits", "toy_sparkle": 5}]
     assert specs.parse_spec({**BASE, **seen[0]}).model_dump()["toy_sparkle"] == 5
-    with pytest.raises(SearchError, match=r"^--toy-sparkle is 0: it must be at least 1$"):
+    with pytest.raises(SearchError, match=r"^--toy-sparkle must be at least 1, not 0$"):
         specs.parse_spec({**BASE, "toy_sparkle": 0})

@@ -51,12 +51,12 @@ def test_options_without_a_name_apply_to_the_default() -> None:
 @pytest.mark.parametrize("given", [{"model_mb": "<= 10", "accuracy": ">=0.9"}, "model_mb<=10, accuracy >= 0.9"])
 def test_constraints_are_parsed(given: Any) -> None:
     made = spec(metric="accuracy", direction="maximize", constraints=given)
-    assert made.bounds == (Bound("model_mb", "<=", 10.0), Bound("accuracy", ">=", 0.9))
+    assert made.constraint_bounds == (Bound("model_mb", "<=", 10.0), Bound("accuracy", ">=", 0.9))
     assert made.reported_metrics == ("model_mb",)
     assert made.list_violations({"model_mb": 10.0, "accuracy": 0.9}) == []
     broken = ["model_mb 12.5 is not <= 10", "accuracy 0.8 is not >= 0.9"]
     assert made.list_violations({"model_mb": 12.5, "accuracy": 0.8}) == broken
-    assert [round(bound.violation(12.5), 6) for bound in made.bounds] == [2.5, -11.6]
+    assert [round(bound.violation(12.5), 6) for bound in made.constraint_bounds] == [2.5, -11.6]
     assert parse_spec(made.model_dump()) == made
 
 
@@ -71,7 +71,7 @@ def test_constraints_are_parsed(given: Any) -> None:
         ({"directions": {"loss": "minimize", " loss ": "maximize"}}, "--directions names loss twice"),
         ({"directions": WAYS, "constraints": {"mb": "<= 1", "mb ": ">= 5"}}, "--constraints names mb twice"),
         ({"directions": WAYS, "metric": "loss"}, "--metric 'loss' is not in --directions"),
-        ({"directions": WAYS, "metric": "latency_ms"}, "must be the first in --directions"),
+        ({"directions": WAYS, "metric": "latency_ms"}, "must be first in --directions"),
         ({"directions": WAYS, "direction": "minimize"}, "remove --direction"),
         ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median supports a single metric"),
         ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband supports a single metric"),

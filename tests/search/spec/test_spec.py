@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners.rungs import choose_bracket, compute_bracket_shares
+from hpsearch.search.pruners.hyperband_and_asha import choose_bracket, compute_bracket_shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.resolve import list_differences
@@ -49,12 +49,12 @@ def test_defaults_are_stored() -> None:
         ({"sampler": 5}, ["sampler is 5", "name"]),
         ({"pruner": {"name": "threshold", "lower": float("nan")}}, ["pruner.lower", "nan"]),
         ({1: 2}, ["'1'"]),
-        ({"timeout": 0}, ["timeout", "0", "greater than 0"]),
+        ({"timeout": 0}, ["timeout", "0", "above 0"]),
         ({"budget_epochs": 0}, ["--budget-epochs", "0", "at least 1"]),
         ({"budget_epochs": -5}, ["--budget-epochs", "-5", "at least 1"]),
         ({"budget_epochs": 2.5}, ["--budget-epochs", "2.5", "integer"]),
-        ({"budget_seconds": 0}, ["--budget-seconds", "0", "greater than 0"]),
-        ({"budget_seconds": -1.5}, ["--budget-seconds", "-1.5", "greater than 0"]),
+        ({"budget_seconds": 0}, ["--budget-seconds", "0", "above 0"]),
+        ({"budget_seconds": -1.5}, ["--budget-seconds", "-1.5", "above 0"]),
         ({"budget_seconds": float("nan")}, ["--budget-seconds", "nan"]),
         ({"budget_seconds": float("inf")}, ["--budget-seconds", "inf"]),
         ({"budget_seconds": True}, ["--budget-seconds", "true", "number"]),
@@ -81,17 +81,17 @@ def test_defaults_are_stored() -> None:
             ["531441 points", "100000"],
         ),
         ({"sampler": {"name": "nsga2"}}, ["population_size 50", "24 trials", "lower the option"]),
-        ({"sampler": {"name": "nsga3", "population_size": 1}}, ["sampler.population_size is 1", "at least 2"]),
+        ({"sampler": {"name": "nsga3", "population_size": 1}}, ["sampler.population_size must be at least 2, not 1"]),
         (
             {"sampler": {"name": "cmaes", "with_margin": True, "lr_adapt": True}},
             ["with_margin and lr_adapt", "choose one"],
         ),
-        ({"sampler": {"name": "cmaes", "popsize": 3}}, ["sampler.popsize is 3", "at least 4"]),
+        ({"sampler": {"name": "cmaes", "popsize": 3}}, ["sampler.popsize must be at least 4, not 3"]),
         ({"sampler": {"name": "brute_force", "configurations": 5}}, ["--trials 24", "5 configurations"]),
         ({"pruner": {"name": "medan"}}, ["pruner", "'medan'", "'median'"]),
         ({"pruner": {"name": "wilcoxon"}}, ["'wilcoxon'", "independent", "'median'"]),
-        ({"pruner": {"name": "patient", "patience": -1}}, ["pruner.patience is -1", "at least 0"]),
-        ({"pruner": {"name": "patient", "min_delta": -0.1}}, ["pruner.min_delta is -0.1", "at least 0"]),
+        ({"pruner": {"name": "patient", "patience": -1}}, ["pruner.patience must be at least 0, not -1"]),
+        ({"pruner": {"name": "patient", "min_delta": -0.1}}, ["pruner.min_delta must be at least 0, not -0.1"]),
         ({"pruner": {"name": "patient", "wrapped": {"name": "medan"}}}, ["pruner.wrapped", "'medan'", "'median'"]),
         (
             {"pruner": {"name": "patient", "wrapped": {"name": "asha"}}},
@@ -102,7 +102,7 @@ def test_defaults_are_stored() -> None:
             ["min_resource 99", "epochs 12"],
         ),
         ({"pruner": {"name": "threshold"}}, ["lower or upper"]),
-        ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
+        ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower=2", "upper=1"]),
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
         (
@@ -111,8 +111,8 @@ def test_defaults_are_stored() -> None:
         ),
         ({"sampler": {"name": "freeze_thaw", "random_fraction": True}}, ["sampler.random_fraction", "true", "number"]),
         ({"sampler": {"name": "freeze_thaw", "random_fraction": 1.5}}, ["sampler.random_fraction", "1.5", "at most 1"]),
-        ({"pruner": {"name": "asha", "min_complete": 0}}, ["pruner.min_complete is 0", "at least 1"]),
-        ({"pruner": {"name": "asha", "reduction_factor": 1}}, ["pruner.reduction_factor is 1", "at least 2"]),
+        ({"pruner": {"name": "asha", "min_complete": 0}}, ["pruner.min_complete must be at least 1, not 0"]),
+        ({"pruner": {"name": "asha", "reduction_factor": 1}}, ["pruner.reduction_factor must be at least 2, not 1"]),
         ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
     ],
 )
@@ -238,19 +238,19 @@ def test_a_program_has_a_keyword_for_each_setting() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"metric": ""}, "--metric is '': it must have at least 1 character"),
-        ({"n_trials": 0}, "--trials is 0: it must be at least 1"),
-        ({"epochs": 1_000_001}, "--epochs is 1000001: it must be at most 1000000"),
-        ({"timeout": 0}, "--timeout is 0: it must be greater than 0"),
-        ({"seed": 2**31}, "--seed is 2147483648: it must be less than 2147483648"),
-        ({"epochs": "x"}, "--epochs is 'x': it must be a valid integer"),
-        ({"timeout": "x"}, "--timeout is 'x': it must be a valid number"),
-        ({"timeout": float("nan")}, "--timeout is nan: it must be a finite number"),
-        ({"default_first": 1}, "--default-first is 1: it must be a valid boolean"),
-        ({"metric": 1}, "--metric is 1: it must be a valid string"),
-        ({"models": "x"}, "--models is 'x': it must be 'top', 'complete', 'all' or 'none'"),
-        ({"sampler": {"name": "tpe", "multivariate": "x"}}, "sampler.multivariate is 'x': it must be a valid boolean"),
-        ({"pruner": {"name": "percentile", "percentile": 101}}, "pruner.percentile is 101: it must be at most 100"),
+        ({"metric": ""}, "--metric must have at least 1 character, not ''"),
+        ({"n_trials": 0}, "--trials must be at least 1, not 0"),
+        ({"epochs": 1_000_001}, "--epochs must be at most 1000000, not 1000001"),
+        ({"timeout": 0}, "--timeout must be above 0, not 0"),
+        ({"seed": 2**31}, "--seed must be below 2147483648, not 2147483648"),
+        ({"epochs": "x"}, "--epochs must be a valid integer, not 'x'"),
+        ({"timeout": "x"}, "--timeout must be a valid number, not 'x'"),
+        ({"timeout": float("nan")}, "--timeout must be a finite number, not nan"),
+        ({"default_first": 1}, "--default-first must be a valid boolean, not 1"),
+        ({"metric": 1}, "--metric must be a valid string, not 1"),
+        ({"models": "x"}, "--models must be 'top', 'complete', 'all' or 'none', not 'x'"),
+        ({"sampler": {"name": "tpe", "multivariate": "x"}}, "sampler.multivariate must be a valid boolean, not 'x'"),
+        ({"pruner": {"name": "percentile", "percentile": 101}}, "pruner.percentile must be at most 100, not 101"),
     ],
 )
 def test_each_constraint_is_described_in_a_sentence(settings: dict[str, Any], said: str) -> None:
@@ -261,5 +261,5 @@ def test_each_constraint_is_described_in_a_sentence(settings: dict[str, Any], sa
 
 def test_a_list_that_is_too_short_is_an_error_in_a_sentence() -> None:
     of = {"study": "s", "study_id": 1, "top": 1, "trials": [], "seeds": [1]}
-    with pytest.raises(SearchError, match=r"^finalists_of.trials is \[\]: it must have at least 1 item$"):
+    with pytest.raises(SearchError, match=r"^finalists_of.trials must have at least 1 item, not \[\]$"):
         parse_spec({**BASE, "finalists_of": of})

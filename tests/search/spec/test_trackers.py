@@ -25,7 +25,7 @@ from tests.factories import BASE
             {"tensorboard": "s3://b"},
             "--tensorboard 's3://b' is not usable (object stores cannot append to files); give",
         ),
-        ({"tensorboard": 5}, "--tensorboard is 5: it must be a valid string"),
+        ({"tensorboard": 5}, "--tensorboard must be a valid string, not 5"),
         ({"wandb": "a/b/c"}, "--wandb 'a/b/c' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
         ({"wandb": ""}, "--wandb '' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
         ({"wandb": "a b"}, "--wandb 'a b' is not a project; give PROJECT or ENTITY/PROJECT, such as me/wine"),
@@ -63,7 +63,7 @@ def test_a_missing_package_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(StorageError) as error:
         check_trackers(parse_spec({**BASE, setting: value}))
     assert str(error.value) == (
-        f"--{setting} {value}: the package {setting} is not installed; run on all machines: "
+        f"--{setting} {value}: the package {setting} is not installed; on all machines, run "
         f"./hpsearch add {setting} (or: pip install 'hpsearch[{setting}]')"
     )
 

@@ -56,7 +56,7 @@ def fixed(trials: list[Any]) -> list[dict[str, Any]]:
 def study_of(url: str, objective: LoopObjective, enqueued: list[Any] = (), **settings: Any) -> StoredStudy:  # type: ignore[assignment]
     storage = open_storage(url, application_name="test")
     given = {"objective": "x.py", "name": "s", **settings}
-    return create_or_join(storage, given, objective, sanity_check=lambda *_: None, enqueued=enqueued)[0]
+    return create_or_join(storage, given, objective, preflight_check=lambda *_: None, enqueued=enqueued)[0]
 
 
 def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> None:
@@ -75,15 +75,15 @@ def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr\n0.1\n5\n", "line 3: lr: 5 is not in [0.01, 1.0]"),
-        ("lr\nfast\n", "line 2: lr: 'fast' is not a number"),
-        ("lr\n1_0e-3\n", "line 2: lr: '1_0e-3' is not a number"),
-        ("width\n9\n", "line 2: width: 9 is not in [8, 32] with step 8"),
-        ("kind\nc\n", "line 2: kind: 'c' is not one of 'a', 'b', None, True, 3"),
-        ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide has no such parameter; did you mean 'width'?"),
+        ("lr\n0.1\n5\n", "line 3: parameter 'lr' must be in [0.01, 1.0], not 5"),
+        ("lr\nfast\n", "line 2: parameter 'lr' must be a number, not 'fast'"),
+        ("lr\n1_0e-3\n", "line 2: parameter 'lr' must be a number, not '1_0e-3'"),
+        ("width\n9\n", "line 2: parameter 'width' must be in [8, 32] with step 8, not 9"),
+        ("kind\nc\n", "line 2: parameter 'kind' must be one of 'a', 'b', None, True, 3, not 'c'"),
+        ("lr,witdh\n0.1,8\n", "line 2: parameter 'witdh' does not exist in Wide; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' appears twice"),
         ("lr,\n0.1,\n", "line 1: a column has no name"),
-        ("lr,width\n0.1\n", "line 2: it has 1 cell, and line 1 has 2"),
+        ("lr,width\n0.1\n", "line 2: the line has 1 cell, but line 1 has 2"),
         ("lr,kind\n0.1,a\n0.2,a\n1e-1,a\n", "line 4 repeats line 2"),
         ("lr,kind\n,\n", "line 2: no parameter has a value"),
         ("lr\n", "contains no configuration"),
@@ -104,7 +104,7 @@ def test_a_mistake_in_a_table_is_one_line_with_its_location(tmp_path: Path, text
         ("rows.txt", "", "unknown file type '.txt'; use .csv or .jsonl"),
         ("rows.jsonl", "{", "line 1: invalid JSON"),
         ("rows.jsonl", "[1]", "line 1: [1] is not an object"),
-        ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is not a number"),
+        ("rows.jsonl", '{"lr": "0.1"}', "line 1: parameter 'lr' must be a number, not '0.1'"),
         ("rows.jsonl", '{"lr": 0.1, "lr": 0.2}', "line 1: invalid JSON: the key 'lr' appears twice; remove one"),
         pytest.param("rows.jsonl", "[" * 100_000, "line 1: invalid JSON: maximum recursion depth exceeded", id="deep"),
     ],
@@ -113,7 +113,7 @@ def test_an_unreadable_table_is_an_error_of_one_line(tmp_path: Path, name: str, 
     with pytest.raises(SearchError) as caught:
         rows(tmp_path, text, name)
     assert words in str(caught.value)
-    with pytest.raises(SearchError, match=r"nowhere\.csv: cannot be read"):
+    with pytest.raises(SearchError, match=r"nowhere\.csv cannot be read"):
         read_rows(tmp_path / "nowhere.csv", Wide())
 
 
@@ -122,7 +122,7 @@ def test_the_api_accepts_a_dictionary_or_a_list() -> None:
     found = read_rows([{"lr": 0.1}, {"width": 8}], Wide())
     assert fixed(found) == [{"lr": 0.1}, {"width": 8}]
     assert [trial.user_attrs[ORIGIN] for trial in found] == ["params, configuration 1", "params, configuration 2"]
-    with pytest.raises(SearchError, match=r"params: configuration 2: lr: 5 is not in \[0.01, 1.0\]"):
+    with pytest.raises(SearchError, match=r"params: configuration 2: parameter 'lr' must be in \[0.01, 1.0\], not 5"):
         read_rows([{"lr": 0.1}, {"lr": 5}], Wide())
 
 
@@ -144,7 +144,7 @@ def test_no_default_trial_without_a_default_or_on_request(database_url: str) -> 
 
 
 def test_a_default_outside_of_the_space_is_rejected_before_creation(database_url: str) -> None:
-    with pytest.raises(ObjectiveError, match=r"Misspelt.defaults: knid: .*--no-default-first"):
+    with pytest.raises(ObjectiveError, match=r"Misspelt.defaults: parameter 'knid' .*--no-default-first"):
         study_of(database_url, Misspelt())
     with pytest.raises(SearchError, match="no study 's'"):
         load_study(open_storage(database_url, application_name="test"), "s")
@@ -200,8 +200,8 @@ def test_enqueue_writes_nothing_if_the_budget_is_too_small(database_url: str, tm
 @pytest.mark.parametrize(
     ("grid", "words"),
     [
-        ({"lr": [0.1]}, "sampler.search_space has no 'width', a parameter of Wide"),
-        ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space.lr: 5.0 is not in"),
+        ({"lr": [0.1]}, "sampler.search_space: parameter 'width' of Wide is missing"),
+        ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space: parameter 'lr' must be in"),
         ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration and runs each once"),
     ],
 )
@@ -215,5 +215,5 @@ def test_mistakes_in_a_grid_are_reported_before_its_size(database_url: str, grid
 
 def test_a_grid_rejects_enqueued_configurations(database_url: str, tmp_path: Path) -> None:
     grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
-    with pytest.raises(SearchError, match="not available with grid; add the values to search_space"):
+    with pytest.raises(SearchError, match="not available with sampler grid; add the values to"):
         study_of(database_url, Wide(), rows(tmp_path, "lr\n0.1\n"), sampler=grid)

@@ -46,7 +46,7 @@ def made(url: str, searched: LoopObjective | None = None, /, **settings: Any) ->
     storage = open_storage(url, application_name="test")
     given = convert_names_to_tables({"name": "s", **settings, "objective": "x.py"})
     check_settings(given)
-    return create_or_join(storage, given, searched or Both(), sanity_check=lambda *_: None)
+    return create_or_join(storage, given, searched or Both(), preflight_check=lambda *_: None)
 
 
 def refused(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> str:
@@ -128,7 +128,7 @@ THREE = {**WAYS, "parameters": "minimize"}
             ["directions: accuracy maximize, ", "parameters minimize, latency_ms minimize"],
         ),
         ({"constraints": "accuracy>=0.5"}, ["constraints: ", "-> accuracy >= 0.5"]),
-        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "must be the first in --directions"]),
+        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "must be first in --directions"]),
         ({"metric": "loss"}, ["--metric 'loss' is not in --directions accuracy, latency_ms, parameters"]),
         ({"direction": "minimize"}, ["--direction minimize", "remove --direction"]),
     ],

@@ -43,7 +43,7 @@ def made(storage: PostgresStorage, objective, name: str, **settings: object) -> 
         "default_first": False,
         **settings,
     }
-    return create_or_join(storage, given, objective, sanity_check=lambda *_: None)[0]
+    return create_or_join(storage, given, objective, preflight_check=lambda *_: None)[0]
 
 
 def filled(storage: PostgresStorage, study: StoredStudy, count: int = 12, name: str = "lr", **shape: object) -> None:
@@ -99,8 +99,8 @@ def test_unusable_earlier_studies_are_rejected_before_creation(storage, objectiv
     made(storage, objective, "empty")
     cases = {
         "nope": "--warm-start nope: no study 'nope'",
-        "empty": "--warm-start empty: no trial has reported a value; run the study first",
-        "other_way": "--warm-start other_way: the direction is minimize .*; give a study with the same direction",
+        "empty": "--warm-start empty: no trial of this study has reported a value; run the study first",
+        "other_way": "--warm-start other_way: this study is set to minimize .*; give a study with the same direction",
         "other_space": "--warm-start other_space: the study has none of the parameters of Wine",
         "out_of_range": "--warm-start out_of_range: no trial is in the new search space",
     }

@@ -33,7 +33,7 @@ def test_the_time_limit_of_a_worker() -> None:
     assert GracefulShutdown(StopEvent(), grace=1.0, max_time=0.0).is_shutting_down
     shutdown = GracefulShutdown(StopEvent(), grace=1.0, max_time=1000.0)
     assert not shutdown.is_shutting_down
-    shutdown.begin()
+    shutdown.start()
     assert shutdown.is_shutting_down
 
 
@@ -42,5 +42,5 @@ def test_the_end_of_a_slurm_job_limits_the_grace_period(monkeypatch: pytest.Monk
     """Where a time limit is nearer than the grace, it counts."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", f"{time.time() + float(end):.0f}" if end.startswith("+") else end)
     shutdown = GracefulShutdown(StopEvent(), grace=100.0)
-    shutdown.begin()
+    shutdown.start()
     assert shutdown.seconds_left() == pytest.approx(left, abs=5.0)

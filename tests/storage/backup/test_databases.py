@@ -135,7 +135,7 @@ def test_restore_overwrites_nothing(
     ):
         restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
-    with pytest.raises(StorageError, match="already exists: give another path, or --force"):
+    with pytest.raises(StorageError, match="already exists; give another path, or --force"):
         make(file, owner_url, home)
     make(file, owner_url, home, force=True)
 
@@ -160,7 +160,7 @@ def test_an_interrupted_restore_is_reported_and_repeated(
         patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
             restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="a restore was interrupted: run the same 'hpsearch restore' again"):
+    with pytest.raises(StorageError, match="a restore was interrupted; run the same 'hpsearch restore' again"):
         check_database(workers)
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     check_database(workers)
@@ -242,14 +242,16 @@ def test_a_backup_of_newer_versions_is_rejected_before_any_change(
 
 def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
-    with pytest.raises(StorageError, match="has no services to back up"):
+    with pytest.raises(StorageError, match="contains no embedded services to back up"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
-    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is not a local folder: give --no-artifacts"):
+    with pytest.raises(
+        StorageError, match="--artifacts 's3://bucket' is not a local folder; give a local folder, or --no-artifacts"
+    ):
         backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
     with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set, but HPSEARCH_OWNER_URL is not"):
@@ -265,7 +267,7 @@ def test_passwords_are_not_on_command_lines() -> None:
 
 
 def test_a_server_newer_than_pg_dump_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(StorageError, match=r"the server needs pg_dump .*: install postgresql-client-99"):
+    with pytest.raises(StorageError, match=r"the server needs pg_dump .*; install postgresql-client-99"):
         find_programs(99, why="the server")
 
 

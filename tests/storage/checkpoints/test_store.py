@@ -208,7 +208,7 @@ def test_a_missing_driver_is_an_error_with_its_package(protocol: str, package: s
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError:
-        with pytest.raises(StorageError, match=rf"needs a package that is not installed: pip install {package}$"):
+        with pytest.raises(StorageError, match=rf"needs a package that is not installed; run pip install {package}$"):
             CheckpointStore(f"{protocol}://bucket/prefix", setting="HPSEARCH_CHECKPOINT_URL")
     else:
         pytest.skip(f"{package} is installed")

@@ -142,7 +142,7 @@ def test_infeasible_trials_are_neither_best_nor_on_the_pareto_front(database_url
 def test_a_port_in_use_is_named(database_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(StorageError, match=f"^--port {port} is in use on 127.0.0.1: choose another port"):
+        with pytest.raises(StorageError, match=f"^--port {port} is in use on 127.0.0.1; choose another port"):
             dashboard.serve_dashboard(database_url, host="127.0.0.1", port=port)
 
 

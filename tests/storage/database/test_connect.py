@@ -80,7 +80,7 @@ def test_a_wrong_password_database_user_or_host_is_an_error(postgres_server: Any
     assert "there is no database 'nowhere'" in _refused(url("nowhere"))
     assert "rejected the password of user 'stranger'" in _refused(url(database, user="stranger"))
     assert "'nohost.invalid' cannot be resolved" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
-    assert f"may not connect to database 'mlflow': GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
+    assert f"may not connect to database 'mlflow'; GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
         url("mlflow")
     )
 
@@ -116,7 +116,7 @@ def test_too_many_connections_are_an_error(postgres_server: Any, database: str) 
 
 
 def test_missing_tables_are_an_error(empty_database_url: str, owner_url: str) -> None:
-    assert "the tables do not exist: run hpsearch migrate" in _refused(empty_database_url)
+    assert "the tables do not exist; run hpsearch migrate" in _refused(empty_database_url)
     _execute(owner_url, "DROP TABLE trial_heartbeats")
     assert "tables are missing (trial_heartbeats)" in _refused(owner_url)
 
@@ -139,7 +139,7 @@ def test_tables_of_another_optuna_version_are_an_error(database_url: str, owner_
 def test_missing_rights_are_an_error(database_url: str, owner_url: str) -> None:
     _execute(owner_url, f"REVOKE INSERT, DELETE ON trials, trial_values FROM {WORKER}")
     message = _refused(database_url)
-    assert f"user '{WORKER}' lacks DELETE, INSERT on trials, trial_values:" in message
+    assert f"user '{WORKER}' lacks DELETE, INSERT on trials, trial_values;" in message
     assert f"GRANT DELETE, INSERT ON ALL TABLES IN SCHEMA public TO {WORKER}" in message
 
 

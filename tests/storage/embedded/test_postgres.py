@@ -211,7 +211,7 @@ def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkey
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
     with pytest.raises(
-        StorageError, match=f"still running on {os.uname().nodename}: run hpsearch down on that machine"
+        StorageError, match=f"still running on {os.uname().nodename}; run hpsearch down on that machine"
     ):
         old.start(port)
     pid_file.write_text(genuine)

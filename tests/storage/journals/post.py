@@ -64,4 +64,4 @@ def log(journal: Journal, epochs: Sequence[int], *, at: float = 0.0, end: Outcom
     if end is Outcome.RELEASED:
         journal.append(Released())
     elif end is not None:
-        journal.append(End(end, "as it goes", at=5000, kept=False))
+        journal.append(End(end, "as it goes", at=5000, is_checkpoint_kept=False))

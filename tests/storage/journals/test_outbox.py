@@ -128,8 +128,12 @@ LINES = {
     b'{"kind":"epoch","step":2,"at":1.5,"values":{"val_loss":0.5}}': Epoch(2, 1.5, {"val_loss": 0.5}),
     b'{"kind":"problem","text":"no room"}': Problem("no room"),
     b'{"kind":"leave"}': Released(),
-    b'{"kind":"end","state":"PRUNED","reason":"r","at":2,"kept":true}': End(Outcome.PRUNED, "r", 2, kept=True),
-    b'{"kind":"end","state":"FAIL","reason":"r","at":2,"kept":false}': End(Outcome.FAILED, "r", 2, kept=False),
+    b'{"kind":"end","state":"PRUNED","reason":"r","at":2,"kept":true}': End(
+        Outcome.PRUNED, "r", 2, is_checkpoint_kept=True
+    ),
+    b'{"kind":"end","state":"FAIL","reason":"r","at":2,"kept":false}': End(
+        Outcome.FAILED, "r", 2, is_checkpoint_kept=False
+    ),
 }
 
 

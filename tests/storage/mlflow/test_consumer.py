@@ -165,7 +165,7 @@ def test_a_rejected_record_does_not_affect_others(post: Post) -> None:
     post.consume(journal)
     assert post.points("val_loss") == [(0, 1.0)]
     assert "rejected params" in str(journal.cursors["mlflow"].position.problem)
-    journal.append(End(Outcome.COMPLETE, "r", at=2000, kept=False))
+    journal.append(End(Outcome.COMPLETE, "r", at=2000, is_checkpoint_kept=False))
     assert post.consume(journal)
     assert "rejected params" in post.storage.get_trial(post.trial_id).user_attrs[TRACKING]
 
@@ -271,7 +271,7 @@ def test_a_deleted_run_stays_deleted_and_is_reported(
     journal.close()
     with caplog.at_level(logging.WARNING):
         assert sending() == 0
-    assert f"the run {run_id} was deleted in the MLflow UI; restore the run there" in caplog.text
+    assert f"MLflow run {run_id} was deleted in the MLflow UI; restore the run there" in caplog.text
     assert f"retry with: hpsearch sync {post.name}" in caplog.text
     assert post.box.count_journals() == 1
     assert sending() == 0, "it is not tried again unasked"

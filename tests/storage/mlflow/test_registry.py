@@ -17,7 +17,7 @@ def test_aliases_that_mlflow_rejects(alias: str) -> None:
 @pytest.mark.parametrize("alias", ["previous", "previous-x"])
 def test_reserved_aliases_are_rejected(alias: str) -> None:
     assert is_previous(alias)
-    with pytest.raises(StorageError, match=r"^--alias .*: reserved for replaced versions; choose another alias"):
+    with pytest.raises(StorageError, match=r"^--alias .* is reserved for replaced versions; choose another alias"):
         check_alias(alias)
 
 

@@ -84,7 +84,7 @@ def test_the_result_is_stored_with_its_plot(wine, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"lowest": 0.0}, {"lowest": 2.0, "highest": 1.0}, {"steps": 3}])
 def test_an_invalid_range_is_rejected(wine, settings):
-    with pytest.raises(ObjectiveError, match="a range test needs 0 < lowest < highest and 10 steps or more"):
+    with pytest.raises(ObjectiveError, match="the learning-rate range test needs 0 < lowest < highest and steps >= 10"):
         run_lr_range_test(wine, **settings)
 
 
@@ -92,7 +92,7 @@ def test_a_loss_that_never_decreases_is_reported(objective_with):
     def data(_self, seed):
         return Splits.make(torch.zeros(90, 13), torch.arange(90) % 3, seed=seed)  # nothing to learn from
 
-    with pytest.raises(ObjectiveError, match="the loss falls at no learning rate in the range"):
+    with pytest.raises(ObjectiveError, match="the loss does not fall at any learning rate in the range"):
         run_lr_range_test(objective_with(data=data, model=lambda *_: _Even()), steps=30)
 
 
@@ -165,5 +165,5 @@ def test_a_loss_that_is_too_noisy_for_a_suggestion_is_an_error():
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
     losses = (5 + noise).tolist()
     losses[0] = 6.0
-    with pytest.raises(ObjectiveError, match="no learning rate can be suggested: the loss falls by"):
+    with pytest.raises(ObjectiveError, match="no learning rate can be suggested, because the loss falls by only"):
         _suggest_lr([10.0 ** (k / 20 - 5) for k in range(100)], losses)

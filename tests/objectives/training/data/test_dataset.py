@@ -74,9 +74,9 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
         ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets contain NaN or infinity in 1 of 4"),
         (
             (_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)),
-            r"each sample of validation inputs is \[2\] float32, but",
+            r"each sample of the validation inputs is \[2\] float32, but",
         ),
-        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"each sample of test targets is \[\] float32, but"),
+        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"each sample of the test targets is \[\] float32, but"),
         (
             (_data(GOOD, rows=torch.arange(4)), _data(GOOD, rows=torch.arange(3, 7)), _data(GOOD)),
             "the validation split shares 1 samples with another split",
@@ -91,8 +91,8 @@ def test_data_that_cannot_be_trained_on_is_refused(splits, message):
 @pytest.mark.parametrize(
     ("train", "val", "message"),
     [
-        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels are 0 to 3, but training has 0 to 2"),
-        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels are -1 to 1"),
+        ([0, 1, 2, 1], [0, 1, 2, 3], r"validation labels are in \[0, 3\], but must be in \[0, 2\]"),
+        ([0, 1, -1, 1], [0, 1, 1, 1], r"train labels are in \[-1, 1\]"),
     ],
 )
 def test_labels_missing_in_the_train_split_are_rejected(train, val, message):
@@ -205,7 +205,7 @@ def test_no_time_is_in_two_splits():
         ([1.0] * 10, "cannot be split by time: 1 distinct times"),
         ([1.0, float("nan")] * 5, "without missing values"),
         (["a"] * 10, "must be numbers or datetimes"),
-        (np.zeros((10, 2)), "one value for each of the 10 samples"),
+        (np.zeros((10, 2)), "one value per sample"),
         (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "without missing values"),
     ],
 )

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpsearch import ObjectiveError, Splits
-from hpsearch.objectives.training.data.split_rows import Blocks, request_split, split_halves
+from hpsearch.objectives.training.data.resplit import request_split
+from hpsearch.objectives.training.data.split_rows import Blocks, split_halves
 
 seeds = st.integers(0, 2**32 - 1)
 shares = st.sampled_from([(0.2, 0.2), (0.1, 0.3), (0.4, 0.3)])

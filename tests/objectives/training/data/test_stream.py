@@ -49,7 +49,7 @@ def test_validation_sees_the_same_samples_each_time():
     [
         (lambda: Dataset.of(Numbers()), "Numbers needs length=, the number of samples per epoch"),
         (lambda: Dataset.of(Numbers(), length=9), "Numbers needs fingerprint="),
-        (lambda: Dataset.of(Numbers(), length=0), "length=0 must be at least 1"),
+        (lambda: Dataset.of(Numbers(), length=0), "must be at least 1, not 0"),
         (
             lambda: Splits.make(Numbers(), seed=0),
             r"Numbers cannot be split; use Splits\(train, val, test\), each from Dataset.of\(stream, length=\)",
@@ -68,5 +68,7 @@ def test_mistakes_are_errors_of_one_line(make, message):
 
 def test_a_stream_rejects_a_batch_sampler():
     objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
-    with pytest.raises(ObjectiveError, match=r"a stream has a fixed order; remove sampler\(\)"):
+    with pytest.raises(
+        ObjectiveError, match=r"a stream has a fixed order and cannot use a sampler; remove the method sampler\(\)"
+    ):
         fit(objective)

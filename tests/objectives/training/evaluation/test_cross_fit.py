@@ -24,14 +24,14 @@ def _cross_fit(cut, samples, *, metric="accuracy", maximize=True):
 
 def _judge(found, epoch, right):
     """Return an epoch in which the samples with a set bit are classified correctly."""
-    found.begin()
+    found.reset()
     right = torch.tensor(right)
     labels = torch.zeros(len(right), dtype=torch.int64)
     outputs = torch.stack([right.float(), 1 - right.float()], dim=1)
     for rows in (range(found.first_half_size), range(found.first_half_size, len(right))):
         part = slice(rows.start, rows.stop)
         found.add(Step(torch.tensor(0.0), outputs[part], labels[part]), rows)
-    found.end(epoch)
+    found.update_selection(epoch)
 
 
 def test_each_half_selects_the_epoch_for_the_score_of_the_other():
@@ -49,10 +49,10 @@ def test_each_half_selects_the_epoch_for_the_score_of_the_other():
 def test_a_half_without_the_classes_that_the_metric_needs_has_no_score():
     """For example a class for AUROC: the run is scored by its best epoch."""
     found = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
-    found.begin()
+    found.reset()
     for rows, labels in ((range(2), [0, 1]), (range(2, 4), [1, 1])):
         found.add(Step(torch.tensor(0.0), torch.randn(2, 1), torch.tensor(labels)), rows)
-    found.end(0)
+    found.update_selection(0)
     assert found.score is None
     assert "needs both classes" in found.refused
     resumed = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
@@ -63,11 +63,11 @@ def test_a_half_without_the_classes_that_the_metric_needs_has_no_score():
 def test_lower_is_better_where_the_metric_is_minimized():
     found = _cross_fit(1, 2, metric="loss", maximize=False)
     for epoch, (first, second) in enumerate([(0.5, 0.5), (0.25, 1.0), (1.0, 0.125)]):
-        found.begin()
+        found.reset()
         outputs, labels = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
         found.add(Step(torch.tensor(first), outputs, labels), range(1))
         found.add(Step(torch.tensor(second), outputs, labels), range(1, 2))
-        found.end(epoch)
+        found.update_selection(epoch)
     assert (found.epochs, found.score) == ([1, 2], 1.0)
 
 
@@ -76,7 +76,7 @@ def test_outputs_are_kept_if_they_are_few_and_tensors():
     labels = torch.zeros(1, dtype=torch.int64)
     wide = Step(torch.tensor(0.0), torch.zeros(1, MAX_OUTPUT_BYTES // 4), labels)
     for step in (wide, Step(torch.tensor(0.0), None, None, {"accuracy": 1.0})):
-        found.begin()
+        found.reset()
         for row in range(2):
             if step.outputs is None:
                 found.add(step, range(row, row + 1))
@@ -96,10 +96,10 @@ def test_an_evaluation_in_halves_has_the_scores_of_the_whole_and_the_halves():
     data = Dataset(torch.randn(50, 4), torch.arange(50) % 2)
     model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
     found = _cross_fit(23, 50)
-    found.begin()
+    found.reset()
     how = {"batch_size": 10, "device": "cpu"}
     whole = evaluate(model, data, loss, classification(2), also=found, **how)
-    found.end(0)
+    found.update_selection(0)
     plain = evaluate(model, data, loss, classification(2), **how)
     assert whole == pytest.approx(plain, rel=1e-6)
     parts = [data.take(torch.arange(23)), data.take(torch.arange(23, 50))]

@@ -90,7 +90,7 @@ def test_a_loss_without_a_default_must_be_given(metric, y, message):
         build_default_loss(metric, y)
     assert isinstance(build_default_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
     with pytest.raises(
-        ObjectiveError, match=r"label_smoothing 0.1 needs class labels, but the default loss for r2 is the sq"
+        ObjectiveError, match=r"label_smoothing=0.1 needs class labels, but the default loss for r2 is the sq"
     ):
         build_default_loss("r2", torch.rand(9), label_smoothing=0.1)
 

@@ -130,7 +130,7 @@ def test_a_run_is_bit_identical_with_and_without_model_metrics(config):
     def drawing(self, model, config):
         return {"drawn": float(torch.rand(1)), "training": float(model.training)}
 
-    found = fit(noted("latency_ms", "model_mb", "drawn", measures=drawing)[0], config, epochs=3)
+    found = fit(noted("latency_ms", "model_mb", "drawn", model_metrics=drawing)[0], config, epochs=3)
     plain = fit(noted()[0], config, epochs=3)
     beside = {*MEASURES, "drawn", "training"}
     assert {record.metrics["training"] for record in found.history} == {0.0}
@@ -166,11 +166,11 @@ def test_a_run_resumed_from_a_checkpoint_without_model_metrics_measures_them(tmp
 
 
 def test_custom_model_metrics_are_reported_as_floats():
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         with torch.no_grad():
             return {"norm": float(sum(p.square().sum() for p in model.parameters())), "of_lr": config.lr, "count": 3}
 
-    metrics = fit(asking("norm", measures=measures), epochs=1).history[0].metrics
+    metrics = fit(asking("norm", model_metrics=model_metrics), epochs=1).history[0].metrics
     assert metrics["norm"] > 0
     assert (metrics["of_lr"], metrics["count"]) == (0.02, 3.0)
 
@@ -178,38 +178,38 @@ def test_custom_model_metrics_are_reported_as_floats():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"norm": torch.ones(1)}, "Changed.measures: norm must be a float, not Tensor; return float(...)"),
-        ({"norm": None}, "Changed.measures: norm must be a float, not NoneType; return float(...)"),
-        ([1.0], "Changed.measures must return a dictionary of numbers by name, not list"),
+        ({"norm": torch.ones(1)}, "Changed.model_metrics: 'norm' must be a float, not Tensor; return float(...)"),
+        ({"norm": None}, "Changed.model_metrics: 'norm' must be a float, not NoneType; return float(...)"),
+        ([1.0], "Changed.model_metrics must return a dictionary such as {'size_mb': 1.5}, not list"),
         *(
-            ({name: 1.0}, f"Changed.measures: {name!r} is a reserved or invalid name; choose another name")
+            ({name: 1.0}, f"Changed.model_metrics: {name!r} is a reserved or invalid metric name; choose another name")
             for name in ("accuracy", "loss", "latency_ms", "latency_load", "lr", "val_norm", "train_loss", 3, "")
         ),
     ],
 )
 def test_invalid_custom_model_metrics_are_an_error_before_training(given, said):
     with pytest.raises(ObjectiveError) as error:
-        fit(asking(measures=lambda self, model, config: given), epochs=1)
+        fit(asking(model_metrics=lambda self, model, config: given), epochs=1)
     assert str(error.value) == said
 
 
 def test_an_error_in_custom_model_metrics_has_its_line():
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         return {"norm": 1 / 0}
 
-    with pytest.raises(ObjectiveError, match=r"Changed.measures: .*test_measuring.py:\d+: ZeroDivisionError"):
-        fit(asking(measures=measures), epochs=1)
+    with pytest.raises(ObjectiveError, match=r"Changed.model_metrics: .*test_measuring.py:\d+: ZeroDivisionError"):
+        fit(asking(model_metrics=model_metrics), epochs=1)
 
 
 def test_a_non_finite_model_metric_ends_the_trial():
     calls = []
 
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         calls.append(1)
         return {"norm": math.nan if len(calls) > 2 else 1.0}
 
     with pytest.raises(NonFiniteError, match="norm is nan at epoch 2"):
-        fit(asking(measures=measures), epochs=3)
+        fit(asking(model_metrics=model_metrics), epochs=3)
 
 
 class Sometimes:

@@ -122,4 +122,4 @@ def test_the_split_of_the_study_is_kept_if_the_test_split_would_change(objective
     found = prepare_splits(objective, 3, 77)
     assert found[1] == own[1]
     assert not is_resplit(objective, 3, found[0])
-    assert "keeping the study's split, because data() changes the test split from " in caplog.text
+    assert "using the study's split instead of a new one, because data() changes the test split from " in caplog.text

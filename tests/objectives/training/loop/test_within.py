@@ -182,7 +182,7 @@ def test_a_mid_epoch_checkpoint_has_plain_content_and_a_mark(tmp_path):
     state = checkpoint.read(tmp_path / "last.pt")
     assert (state["format"], state["step"], state["within"]["sums"]["steps"]) == (3, 3, 3)
     assert "stopped in epoch 1 after 3 of 6 steps" in (tmp_path / "train.log").read_text()
-    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: its seed is 0, not 1"):
+    with pytest.raises(ObjectiveError, match="the checkpoint belongs to another run: its seed is 0, not 1"):
         Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=1, session=Leaving(tmp_path)).fit()
 
 

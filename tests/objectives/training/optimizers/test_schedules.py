@@ -192,9 +192,9 @@ def test_plateau_warms_up_first_and_has_a_minimum():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 40}, "warmup_steps 40 must be below the run's 40 steps"),
-        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs 10 must be below the run's 10 epochs"),
-        ({"schedule": "cosine_restarts", "cycles": 41}, "cycles 41 exceeds the run's 40 steps"),
+        ({"warmup_steps": 40}, "warmup_steps must be below the run's 40 steps, not 40"),
+        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs must be below the run's 10 epochs, not 10"),
+        ({"schedule": "cosine_restarts", "cycles": 41}, "cycles must be at most the run's 40 steps, not 41"),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_rejected(settings, message):

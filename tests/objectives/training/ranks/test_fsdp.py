@@ -263,7 +263,7 @@ def test_each_rank_holds_only_its_shard(two):
 
 def test_compiled_fsdp_training_is_equal_or_marked_not_exact(alone, two):
     note, losses = two[1][0]["compiled"]
-    assert note is None or note.startswith("not compiled: ")
+    assert note is None or note.startswith("model not compiled: ")
     assert losses == pytest.approx([epoch["val_loss"] for epoch in alone[1]["ema"][0]], abs=1e-5)
 
 

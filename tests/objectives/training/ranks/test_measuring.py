@@ -13,7 +13,7 @@ class Measured(Sides):
 
     name = "measured"
 
-    def measures(self, model, config):
+    def model_metrics(self, model, config):
         return {"bias": float(model(self.data(0).val.x[:3]).sum())}
 
 

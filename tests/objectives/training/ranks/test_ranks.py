@@ -18,7 +18,7 @@ def agree(ranks):
     ranks.broadcast_tensors(tensors)
     mean = [torch.tensor([float(ranks.rank)])]
     ranks.all_reduce_mean(mean)
-    share = ranks.shard_rows(torch.arange(5)).tolist()
+    share = ranks.select_own_rows(torch.arange(5)).tolist()
     return (
         total.tolist(),
         ranks.broadcast_object(ranks.rank),
@@ -188,7 +188,7 @@ def test_data_that_differ_between_ranks_are_rejected():
     (first, _) = on_ranks(2, other_data)
     assert first[:2] == (
         "ObjectiveError",
-        "Other.data differs between ranks 0 and 1; use only the seed as input",
+        "Other.data differs between ranks 0 and 1; its result must depend only on the seed",
     )
 
 

@@ -31,7 +31,7 @@ def test_a_run_dir_has_the_documented_files(wine, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [EpochRecord(d.pop("epoch"), d.pop("timestamp"), d) for d in lines] == result.history
     log = (tmp_path / "train.log").read_text()
-    assert "untrained: loss=" in log
+    assert "before training: loss=" in log
     assert log.count("epoch ") >= 5
     assert "completed: best epoch" in log
 

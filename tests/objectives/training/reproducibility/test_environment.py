@@ -92,4 +92,4 @@ def test_a_resume_in_another_environment_is_marked_not_exact(wine, name):
     assert run.resume_notes == []
     now = state["environment"][name]
     restore(run, {**state, "environment": {**state["environment"], name: "another"}})
-    assert run.resume_notes == [f"not exact after epoch 0: {name} another -> {now}"]
+    assert run.resume_notes == [f"results after epoch 0 may differ: {name} another -> {now}"]

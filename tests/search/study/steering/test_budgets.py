@@ -72,7 +72,7 @@ def test_the_spent_budget_is_printed_in_its_unit(
 
 def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, storage: PostgresStorage) -> None:
     retired = cut(claims)
-    assert "s: 2 -> 5 epochs" in say("extend", "s", "--budget-epochs", "+3")
+    assert "study s: budget changed from 2 to 5 epochs" in say("extend", "s", "--budget-epochs", "+3")
     again = take(claims)
     assert (again.trial_id, again.attempt) == (retired.trial_id, 2)
     stored = load_study(storage, "s")
@@ -119,7 +119,7 @@ def test_a_budget_in_epochs_or_seconds_has_no_default_limit_of_trials() -> None:
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
     digits = load_objective("digits")
     given = {"objective": "digits", "name": "made", **settings}
-    return create_or_join(storage, given, digits, sanity_check=lambda *_: None)[0]
+    return create_or_join(storage, given, digits, preflight_check=lambda *_: None)[0]
 
 
 def test_creating_a_study_writes_its_budget_row_once(storage: PostgresStorage) -> None:

@@ -27,7 +27,9 @@ def test_an_extension_applies_to_later_claims(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, budget: int
 ) -> None:
     take(claims)
-    assert f"s: 3 -> {budget} trials, 1 trial started so far" in say("extend", "s", "--trials", trials)
+    assert f"study s: budget changed from 3 to {budget} trials; 1 trial started so far" in say(
+        "extend", "s", "--trials", trials
+    )
     assert load_study(storage, "s").spec.n_trials == budget
     for _ in range(budget - 1):
         take(claims)

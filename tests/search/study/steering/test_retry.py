@@ -143,12 +143,12 @@ def test_trials_that_cannot_be_retried_are_rejected(say: Say, claims: Claims, st
     claims.finish_attempt(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
     only = "only failed and infeasible trials can be retried"
-    assert f"--trial 0: it is complete; {only}" in say("retry", "s", "--trial", "0", code=2)
-    assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
-    assert "it is running" in say("retry", "s", "--trial", "2", code=2)
+    assert f"--trial 0: the trial is complete; {only}" in say("retry", "s", "--trial", "0", code=2)
+    assert "the trial was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
+    assert "the trial is running" in say("retry", "s", "--trial", "2", code=2)
     claims.finish_attempt(running, Outcome.RELEASED)
-    assert "it is waiting" in say("retry", "s", "--trial", "2", code=2)
-    assert "has no such trial; it has the trials 0 to 2" in say("retry", "s", "--trial", "9", code=2)
+    assert "the trial is waiting" in say("retry", "s", "--trial", "2", code=2)
+    assert "has no such trial; give a number from 0 to 2" in say("retry", "s", "--trial", "9", code=2)
     assert "--trial" in say("retry", "s", code=2)
     assert "-1" in say("retry", "s", "--trial", "-1", code=2)
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "WAITING"]

@@ -44,7 +44,7 @@ def test_show_has_a_line_for_trials_on_several_devices(say: Say, stored: StoredS
     train(two, epoch(1.0), epoch(10000.0, scaling_efficiency=0.5), epoch(50000.0))  # the first one is slow
     train(two, epoch(20000.0, scaling_efficiency=0.75))
     for page in pages(say, stored, tmp_path):
-        assert "2 x cpu; 15000 samples per second and device; scaling efficiency 0.62" in page
+        assert "2 x cpu; 15000 samples per second per device; scaling efficiency 0.62" in page
         assert "resumed on" not in page
 
 

@@ -17,7 +17,7 @@ from tests.search.study.steering.support import Say, take
 def test_a_stopped_study_has_no_claims_and_stops_running_trials(say: Say, claims: Claims, stored) -> None:
     claim = take(claims)
     said = say("stop", "s")
-    assert "stopped s" in said
+    assert "stopped study s" in said
     assert "running trials: 1" in said
     assert "start s" in said
     assert claims.report(claim, 0, 0.5).is_stopped, "a running trial is to be given back"
@@ -33,7 +33,7 @@ def test_a_started_study_continues(say: Say, claims: Claims, stored) -> None:
     assert "was not stopped" in say("start", "s")
     assert STOPPED not in stored.attrs
     stop_study(stored)
-    assert "started s again; it was stopped by " in say("start", "s")
+    assert "started study s again; it was stopped by " in say("start", "s")
     claim = take(claims)
     assert not claims.report(claim, 0, 0.5).is_stopped
     assert start_study(stored) is None

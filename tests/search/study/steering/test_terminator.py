@@ -79,7 +79,8 @@ def test_a_study_without_expected_gain_stops_and_its_running_trials_end(
     assert load_study(stored.storage, "s").is_spent(MIN_ENDED_TRIALS + 1)
     standing = read_status(stored)
     assert (standing.progress.finished_fraction, standing.eta) == (1.0, 0.0)
-    line = f"stopped after 21 of 100 trials: the remaining budget was expected to gain {early_stop.gain:.2g} (< 0.01)"
+    gain = f"the expected gain of the remaining budget, {early_stop.gain:.2g}, was below --min-expected-gain 0.01"
+    line = f"stopped after 21 of 100 trials: {gain}"
     summary = summarise(stored)
     assert format_summary(stored, summary, dashboard_url=None)[:2] == [
         "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
@@ -139,7 +140,7 @@ def test_a_study_started_by_the_user_continues(
     assert rest(stored).stop_early() is not None
     assert isinstance(claims.claim(), NoTrialAvailable)
     ran(study, np.linspace(0.9, 0.1, 5))  # like trials that ran or waited at a rung at the early termination
-    assert "the remaining budget was expected to gain" in say(*verb)
+    assert "the expected gain of the remaining budget, " in say(*verb)
     assert stored.early_stop is None
     assert stored.budget == (150 if verb[0] == "extend" else 100)
     take(claims)

@@ -262,5 +262,5 @@ def test_an_uncreatable_folder_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as error:
         TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))
     assert str(error.value) == (
-        f"--tensorboard {tmp_path}/file/runs: not writable (Not a directory); choose a writable folder"
+        f"--tensorboard {tmp_path}/file/runs is not writable (Not a directory); choose a writable folder"
     )

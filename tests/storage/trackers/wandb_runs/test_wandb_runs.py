@@ -272,7 +272,7 @@ def test_a_missing_api_key_is_an_error_of_one_line(
     with pytest.raises(StorageError) as error:
         WandbConsumer.check("me/demo")
     assert str(error.value) == (
-        "--wandb me/demo: no API key of Weights & Biases: set WANDB_API_KEY or WANDB_API_KEY_FILE, run wandb login, "
+        "--wandb me/demo: no API key of Weights & Biases; set WANDB_API_KEY or WANDB_API_KEY_FILE, run wandb login, "
         "or set WANDB_MODE=offline and send the runs later with wandb sync"
     )
 

@@ -6,13 +6,13 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
 
 from hpsearch.objectives.errors import wrap_user_errors
-from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, list_configurations
+from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, StudylessTrial, TrialProtocol
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.samplers.base import SamplerSpec
 
@@ -50,7 +50,7 @@ class Grid(SamplerSpec):
             raise ValueError(f"{given!r} is not a table of lists; write {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):
-                raise ValueError(f"{name} has {value!r}, not a parameter value; use numbers, text, true, false or none")
+                raise ValueError(f"{name} has the invalid value {value!r}; use numbers, text, true, false or none")
         return {name: [_to_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")
@@ -77,16 +77,16 @@ class Grid(SamplerSpec):
                 with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                     objective.configure(space)
             except NotInSpaceError as error:
-                raise ValueError(f"sampler.search_space.{error.name}: {error.reason}") from None
+                raise ValueError(f"sampler.search_space: {error}") from None
             if missing := [name for name in space.values if name not in point]:
                 raise ValueError(
-                    f"sampler.search_space has no {missing[0]!r}, a parameter of {objective.name}: "
+                    f"sampler.search_space: parameter {missing[0]!r} of {objective.name} is missing; "
                     f"give its values as {missing[0]} = [...]"
                 )
             used |= set(space.values)
         if unused := [name for name in self.search_space if name not in used]:
             hint = suggest_names(unused[0], used)
-            raise ValueError(f"sampler.search_space.{unused[0]}: not a parameter of {objective.name}{hint}")
+            raise ValueError(f"sampler.search_space: parameter {unused[0]!r} does not exist in {objective.name}{hint}")
         return self
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
@@ -148,16 +148,61 @@ class BruteForce(SamplerSpec):
             with wrap_user_errors(f"{type(objective).__name__}.suggest"):
                 count = sum(1 for _ in itertools.islice(configurations, _MAX + 1))
         except NotInSpaceError as error:
-            raise ValueError(f"sampler: brute_force cannot search {objective.name}: {error}") from None
+            raise ValueError(f"sampler brute_force cannot search {objective.name}: {error}") from None
         if count > _MAX:
             raise ValueError(
-                f"sampler: brute_force would run more than {_MAX} configurations of {objective.name}: "
+                f"sampler brute_force would run more than {_MAX} configurations of {objective.name}; "
                 "give its parameters fewer values, or use another sampler"
             )
         return self.model_copy(update={"configurations": count})
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         return _make_brute_force_sampler(seed)
+
+
+def list_configurations(configure: Callable[[TrialProtocol], object]) -> Iterator[dict[str, Any]]:
+    """Iterate over all combinations of the parameter values that `configure` requests.
+
+    Raises:
+        NotInSpaceError: a parameter is a range without `step`, which has no finite grid.
+    """
+    indices: list[int] = []  # per parameter, the index of its next value
+    while True:
+        space = _GridTrial(indices)
+        configure(space)
+        yield space.values
+        indices = [*indices, *[0] * (len(space.counts) - len(indices))][: len(space.counts)]
+        while indices and indices[-1] + 1 == space.counts[len(indices) - 1]:
+            indices.pop()
+        if not indices:
+            return
+        indices[-1] += 1
+
+
+class _GridTrial(StudylessTrial):
+    """Trial that returns, for each parameter, the grid value at a given index; without an index, the first value."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__()
+        self._indices = indices
+        self.counts: list[int] = []
+
+    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:
+        if step is None and low < high:
+            raise NotInSpaceError(name, f"has infinitely many values in [{low}, {high}]; set a step")
+        count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
+        number: float = self._suggest(name, count, lambda index: low + index * (step or 0))
+        return number
+
+    def _category(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest(name, len(choices), lambda index: choices[index])
+
+    def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
+        if name in self.values:
+            return self.values[name]
+        position = len(self.counts)
+        self.counts.append(count)
+        return value(self._indices[position] if position < len(self._indices) else 0)
 
 
 def _make_brute_force_sampler(seed: int) -> BaseSampler:

@@ -1,4 +1,4 @@
-"""Base classes of pruners, and the decisions that they return."""
+"""Base classes of pruners, the decisions that they return, and successive halving, which several pruners share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Decision:
     rung: int | None = None
     bracket: int | None = None
 
-    def record(self) -> dict[str, object]:
+    def to_record(self) -> dict[str, object]:
         """Return all fields except `prune` and `reason` as JSON values; NaN and infinities become text."""
         fields = {key: value for key, value in asdict(self).items() if value is not None}
         del fields["prune"], fields["reason"]
@@ -217,7 +217,7 @@ class Halving:
         reached = len(others) + 1
         place = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
         if reached <= self.bootstrap_count:
-            why = f"number {reached} at {place}, where the first {self.bootstrap_count} are pruned (bootstrap_count)"
+            why = f"{place} prunes the first {self.bootstrap_count} trials (bootstrap_count); this is number {reached}"
             return case.prune(why, **details)
         # The first trials at a rung do not wait for other trials, so they are kept unless they are worse than others.
         promoted = max(1, reached // self.reduction_factor)
@@ -268,7 +268,7 @@ class PrunerSpec(RegisteredOptions):
 
     family: ClassVar[str] = "pruner"
     unsupported_reasons: ClassVar[Mapping[str, str]] = {
-        "wilcoxon": "its test needs independent measurements, such as folds, and epochs of one training are not "
+        "wilcoxon": "its test needs independent measurements, such as folds, but the epochs of one training are not "
         "independent; use 'median' or 'patient'"
     }
 

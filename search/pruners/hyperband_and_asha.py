@@ -9,7 +9,7 @@ from zlib import crc32
 
 from pydantic import Field
 
-from hpsearch.search.pruners.base import (
+from hpsearch.search.pruners.base_and_halving import (
     Decision,
     Halving,
     OtherTrials,

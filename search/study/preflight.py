@@ -1,0 +1,104 @@
+"""Checks before the first trial of a new study: run the objective's code once, and smoke-test its model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+
+from hpsearch.kill_points import kill_point
+from hpsearch.objectives.errors import MetricError, wrap_user_errors
+from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
+from hpsearch.objectives.training.config import RunPlan
+from hpsearch.search.console import format_command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.samplers.suggest import derive_seed, make_sampler
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import RUN_ID, SMOKE_TEST
+from hpsearch.storage.mlflow.client import Tracking
+
+_SECONDS = 60.0  # a large model on a CPU may be undecided by then
+
+
+@contextmanager
+def name_setting_of_metric(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
+    """Add the name of the setting to errors about an invalid metric, unless the objective's class sets the metric."""
+    try:
+        yield
+    except MetricError as error:
+        metric = error.metric
+        if metric == spec.metric == type(objective).metric:
+            raise
+        flag = "--directions" if spec.is_multi_objective else "--metric"
+        setting = flag if metric in spec.direction_by_metric else "--constraints"
+        raise SearchError(f"{setting} {metric!r} {error.reason}") from None
+
+
+@kill_point("preflight check")
+def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
+    """Run each part of the objective's code once, on a configuration that the sampler could suggest.
+
+    Errors in the code are found before the study exists, instead of in its trials.
+
+    Raises:
+        ObjectiveError: the objective raised an error; the message has the file and line.
+    """
+    from hpsearch.objectives.training.loop.build import build_run
+
+    config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
+    if not isinstance(objective, Objective):
+        return  # a custom loop has no parts that could run separately
+    with name_setting_of_metric(objective, spec):
+        build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
+
+
+def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
+    """Return a configuration that the sampler could suggest.
+
+    Raises:
+        ObjectiveError: `suggest` raised an error; the message has the file and line.
+    """
+    sampler = make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
+    scratch = optuna.create_study(sampler=sampler)
+    with wrap_user_errors(f"{type(objective).__name__}.suggest"):
+        return objective.configure(scratch.ask())
+
+
+def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking | None) -> str | None:
+    """Run the smoke test once per study, with a configuration of the search space; return a warning if it failed.
+
+    A failure does not end the search, because a search space may contain models that are too small on purpose. The
+    result is stored in the study, and the losses are logged to the study's MLflow run, unless `tracking` is None. A
+    study with a custom training loop has no smoke test.
+    """
+    if not isinstance(objective, Objective):
+        return None  # a custom loop has no batches that hpsearch could use
+    outcome = study.attrs.get(SMOKE_TEST)
+    if outcome is None:
+        spec = study.spec
+        result = run_smoke_test(objective, suggest_configuration(objective, spec), seed=spec.seed, seconds=_SECONDS)
+        outcome = _format_result(result)
+        if tracking is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                result.write(Path(folder))
+                for file in sorted(Path(folder).iterdir()):
+                    tracking.log_file(str(study.attrs[RUN_ID]), file)
+        study.set_attr(SMOKE_TEST, outcome)
+    if outcome.startswith("passed"):
+        return None
+    again = format_command("smoke", study.spec.objective)
+    return f"warning: smoke test of a random configuration {outcome}; test the default configuration with {again}"
+
+
+def _format_result(result: SmokeResult) -> str:
+    if result.passed:
+        losses = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}"
+        return f"passed: one batch of {result.samples} samples fitted, {losses}"
+    return f"failed: {result.reason}"
