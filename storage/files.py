@@ -37,7 +37,7 @@ def link_or_copy_durably(source: Path, target: Path) -> None:
         if isinstance(error, FileNotFoundError):  # another process removed the empty folder
             make_folder(target.parent)
         _copy(source, target)
-    sync_folder(target.parent)
+    fsync_folder(target.parent)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -105,10 +105,10 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync_folder(folder.parent)
+        fsync_folder(folder.parent)
 
 
-def sync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Sync the entries of a folder to disk, if the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)

@@ -235,7 +235,7 @@ def _check_search_ended(study: StoredStudy) -> None:
     ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
     if ended and (running := count_running(study)):
         wait = format_command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; wait until they end with {wait}")
+        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; to wait for its end, run {wait}")
     if not ended:
         raise SearchError(
             f"study {name!r} has not ended ({study.format_progress(finished)} done); wait until it ends, or stop it "

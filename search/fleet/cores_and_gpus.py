@@ -95,7 +95,7 @@ def count_gpu_workers(gpus: list[str], *, workers_per_gpu: int, gpus_per_trial: 
     """
     if len(gpus) < gpus_per_trial:
         raise SearchError(
-            f"--workers-per-gpu {workers_per_gpu} needs {gpus_per_trial} or more GPUs (--devices), but this machine "
-            f"has {len(gpus)}; give --workers instead"
+            f"--devices: each trial uses {gpus_per_trial} GPUs, but this machine has {len(gpus)}; "
+            f"give --workers instead of --workers-per-gpu {workers_per_gpu}"
         )
     return workers_per_gpu * (len(gpus) // gpus_per_trial)

@@ -73,7 +73,7 @@ def get_objective_vector(trial: FrozenTrial, maximize: Sequence[bool]) -> np.nda
     return track_incumbent(values, maximize)[max(values)]
 
 
-SAMPLED_VECTORS = 256  # number of samples for the Monte Carlo estimate of the hypervolume improvement
+POSTERIOR_SAMPLES = 256  # number of samples for the Monte Carlo estimate of the hypervolume improvement
 _REFERENCE_MARGIN = 0.1  # distance of the reference point from the end of the front, relative to the front's width
 _EXTRAPOLATED_SCORES = 4.0  # range of scores beyond the best score for which losses are extrapolated
 _OPTIMISM_DEVIATIONS = 2.0  # number of deviations below the predicted mean of an optimistic bound
@@ -270,7 +270,7 @@ class MultiObjectiveSuggester:
             return np.column_stack([np.interp(column, scores, seen) for column, (scores, seen) in columns])
 
         low, high = normalize(lowest[None])[0], normalize(worst[None])[0]
-        drawn, weights = sample_non_dominated(self._random, normalize(best), low, high, SAMPLED_VECTORS)
+        drawn, weights = sample_non_dominated(self._random, normalize(best), low, high, POSTERIOR_SAMPLES)
         columns = zip(drawn.T, scales, strict=True)
         return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 

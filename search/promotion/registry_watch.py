@@ -135,7 +135,9 @@ def _record(
     try:
         write_evidence(Registry(tracking.client), version, evidence)
     except StorageError as error:  # such as missing permissions; the promotion is recorded anyway
-        log.warning("version %d of model %s: tags and text not written: %s", version.number, version.model, error)
+        log.warning(
+            "tags and description of version %d of model %s not written: %s", version.number, version.model, error
+        )
     record_promotion(connection, evidence.to_record(), version.model, version.number, alias, by=by)
     log.info("trial %d of study %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
 

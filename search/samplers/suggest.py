@@ -127,7 +127,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
                 log.info("trial %d repeats trial %d: no untried configuration was found", claim.number, duplicate)
                 return Suggestion(config, suggested.params)
             batch.discard()
-    raise AssertionError("the last try returns")
+    raise AssertionError("unreachable: the loop returns at its last try")
 
 
 def _choose_sampler(spec: StudySpec, trial_number: int, retry: int) -> BaseSampler:

@@ -191,7 +191,7 @@ class StudySpec(Options):
     min_expected_gain: Number | None = Field(
         default=None,
         gt=0,
-        description="Expected gain of the remaining budget, in units of the metric, below which the study stops early",
+        description="Stop the study early if the remaining budget is expected to gain less than this in the metric",
     )
     models: Literal["top", "complete", "all", "none"] = Field(
         default="top",

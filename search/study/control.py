@@ -21,10 +21,10 @@ from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
-from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in
+from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in_transaction
 from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.trials.early_stop import EarlyStop, cancel_early_stop
-from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials, requeue_pruned_at_rungs
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs, requeue_trials_stopped_by_budget
 
 
 def stop_study(study: StoredStudy) -> str | None:
@@ -153,12 +153,12 @@ def extend_study(
         if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
             if setting == "n_trials":
                 return  # the other budget is spent and does not change
-            spent = read_spending_in(connection, study.study_id)
+            spent = read_spending_in_transaction(connection, study.study_id)
             raise SearchError(
                 f"{flag} {more}: study {study.spec.name!r} has already used {spent.epochs} epochs and "
                 f"{spent.seconds:.0f} seconds; give a larger number, or +N for N more"
             )
-        requeue_cut_trials(connection, study.study_id)
+        requeue_trials_stopped_by_budget(connection, study.study_id)
 
     change_spec(study.engine, study.study_id, change_budget, then=requeue_trials)
     return changed[-1]

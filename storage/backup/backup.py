@@ -22,7 +22,7 @@ from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import compute_sha256, link_or_copy, sync_folder
+from hpsearch.storage.files import compute_sha256, fsync_folder, link_or_copy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, prepare_home
 from hpsearch.storage.urls import normalise_url
 
@@ -184,7 +184,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
             size = archive_file.stat().st_size
             _check_target(file, force=force)
             archive_file.replace(file)
-            sync_folder(file.parent)
+            fsync_folder(file.parent)
     except OSError as error:
         raise StorageError(f"{str(file)!r} cannot be written ({error}); no backup was made") from None
     return BackupResult(file, manifest, size)

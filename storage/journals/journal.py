@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.files import append_atomically, link_or_copy, sync_folder
+from hpsearch.storage.files import append_atomically, fsync_folder, link_or_copy
 from hpsearch.storage.journals.journal_records import Header, Record, decode, encode
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Journal:
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
                 os.fsync(self.descriptor)
-                sync_folder(self.folder)
+                fsync_folder(self.folder)
                 self._synced_bytes, self._synced_files = size, files
         finally:
             self._sync_lock.release()

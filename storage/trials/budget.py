@@ -124,7 +124,7 @@ def read_spending(engine: sa.Engine, study_id: int) -> Spending | None:
     return next((Spending(**row._mapping) for row in Database(engine).fetch_rows(_SELECT, {"study": study_id})), None)
 
 
-def read_spending_in(connection: sa.Connection, study_id: int) -> Spending:
+def read_spending_in_transaction(connection: sa.Connection, study_id: int) -> Spending:
     """Return the budgets and the spent amounts, read in an open transaction.
 
     The study must have a budget in epochs or seconds.

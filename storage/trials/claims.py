@@ -32,7 +32,7 @@ from hpsearch.storage.rungs.rungs import (
 )
 from hpsearch.storage.study_storage.lost_replies import find_claim, has_ended_as
 from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
-from hpsearch.storage.trials.budget import Spending, read_spending_in
+from hpsearch.storage.trials.budget import Spending, read_spending_in_transaction
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import get_machine_prefix, get_process_name, has_ended
 
@@ -251,7 +251,7 @@ class Claims:
         return find_next_to_complete(connection, self._study_id, rungs, running=running)
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
-        return None if self._metered_epochs is None else read_spending_in(connection, self._study_id)
+        return None if self._metered_epochs is None else read_spending_in_transaction(connection, self._study_id)
 
     def _is_trained(self, connection: sa.Connection, trial_id: int) -> bool:
         """Return whether a trial has reported all epochs, so that only its outcome is missing."""

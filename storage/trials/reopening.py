@@ -96,7 +96,7 @@ def requeue_pruned_at_rungs(connection: sa.Connection, study_id: int, rungs: Run
     return int(connection.execute(_REQUEUE_PRUNED_AT_RUNGS, {"study": study_id}).scalar_one())
 
 
-_REQUEUE_CUT_TRIALS = sa.text(f"""
+_REQUEUE_STOPPED_TRIALS = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
           FROM trial_user_attributes a
@@ -107,7 +107,7 @@ _REQUEUE_CUT_TRIALS = sa.text(f"""
 """)  # noqa: S608 the parts are constants
 
 
-def requeue_cut_trials(connection: sa.Connection, study_id: int) -> int:
+def requeue_trials_stopped_by_budget(connection: sa.Connection, study_id: int) -> int:
     """Set trials that were pruned because the budget was spent to WAITING, to resume from their last checkpoints.
 
     Args:
@@ -117,7 +117,7 @@ def requeue_cut_trials(connection: sa.Connection, study_id: int) -> int:
     Returns:
         The number of requeued trials.
     """
-    return int(connection.execute(_REQUEUE_CUT_TRIALS, {"study": study_id}).scalar_one())
+    return int(connection.execute(_REQUEUE_STOPPED_TRIALS, {"study": study_id}).scalar_one())
 
 
 def reopen_trial(

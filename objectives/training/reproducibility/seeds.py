@@ -49,7 +49,7 @@ def seed_temporarily(*parts: int | str) -> Iterator[None]:
 
 @contextmanager
 def seed_device_temporarily(device: torch.device, *parts: int | str) -> Iterator[None]:
-    """Return a context like `seeded` that also seeds and restores the device's generator."""
+    """Return a context like `seed_temporarily` that also seeds and restores the device's generator."""
     on_gpu = device.type == "cuda"
     with seed_temporarily(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
         if on_gpu:

@@ -168,7 +168,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     claim = Claims(storage.engine, study.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     study.set_attr(STOPPED, "by ann@host")
-    with pytest.raises(SearchError, match=r"has 1 running trial; wait until they end with hpsearch stop s --wait$"):
+    with pytest.raises(SearchError, match=r"has 1 running trial; to wait for its end, run hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
     Claims(storage.engine, study.study_id, worker="host:1").finish_attempt(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]

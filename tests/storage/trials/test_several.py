@@ -17,7 +17,7 @@ from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import read_epoch_values
-from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_trials_stopped_by_budget
 from tests.storage.trials.support import budget, kill, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), max_epochs=4, factor=2, maximize=True, maximize_each=(True, False))
@@ -81,7 +81,7 @@ def test_an_epoch_beyond_the_budget_stores_no_values(storage: BaseStorage, engin
     assert isinstance(cut, PrunedTrial)
     assert storage.get_trial(cut.trial_id).values == [0.5, 1.0]
     with engine.begin() as connection:
-        assert requeue_cut_trials(connection, study_id) == 1
+        assert requeue_trials_stopped_by_budget(connection, study_id) == 1
     waits = storage.get_trial(cut.trial_id)
     assert (waits.state, waits.values) == (TrialState.WAITING, None)
     assert len(known(engine)) == 2, "what was reported stays"

@@ -18,7 +18,7 @@ from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, Spending, change_budgets, create_spending, read_spending
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.reopening import reopen_trial, requeue_cut_trials
+from hpsearch.storage.trials.reopening import reopen_trial, requeue_trials_stopped_by_budget
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # epochs of a full trial
@@ -152,7 +152,7 @@ def test_trials_pruned_by_the_budget_continue_with_a_larger_one(
     with engine.begin() as connection:
         assert not change_budgets(connection, study_id, epochs=2, seconds=None)
         assert change_budgets(connection, study_id, epochs=5, seconds=None)
-        assert requeue_cut_trials(connection, study_id) == 1
+        assert requeue_trials_stopped_by_budget(connection, study_id) == 1
     again = take(claims)
     trial = storage.get_trial(again.trial_id)
     assert (again.number, again.attempt, trial.value) == (0, 2, None)
