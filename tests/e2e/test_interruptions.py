@@ -16,6 +16,7 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.web.token import find_token
 from tests.e2e.support import BROKEN, GATED, PLAIN, Cli, reached, start, values
 from tests.waiting import wait_for
 
@@ -132,10 +133,15 @@ def test_workers_of_a_killed_fleet_exit_and_its_trials_are_resumed(
     assert_as_undisturbed(cli, "killed-fleet", undisturbed)
 
 
-def test_a_worker_joins_with_study_name_and_url_only(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+def test_a_worker_joins_with_study_name_and_addresses_only(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
     cli("run", GATED, "--name", "joined", "--workers", "0", *PLAIN)
     assert cli.study("joined").trials == []
-    environment = {"HPSEARCH_STORAGE_URL": cli.stack.storage_url, "HPSEARCH_HOME": str(tmp_path / "elsewhere")}
+    environment = {
+        "HPSEARCH_STORAGE_URL": cli.stack.storage_url,
+        "HPSEARCH_HOME": str(tmp_path / "elsewhere"),
+        "HPSEARCH_TRACKING_URI": cli.stack.tracking_uri,
+        "MLFLOW_TRACKING_TOKEN": find_token(cli.stack.tracking_uri) or "",
+    }
     (tmp_path / "search.py").write_text("raise SystemExit('not this one')\n")
     cli("worker", "--study", "joined", **environment)
     assert_as_undisturbed(cli, "joined", undisturbed)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from hpsearch.storage.web.token import find_token
 from tests.faults import zygote
 from tests.faults.orders import Order, write
 from tests.waiting import PATIENCE, wait_for
@@ -197,6 +198,10 @@ class Arena:
     models: list[int] | None = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if token := find_token(self.tracking_uri):  # the commands have another home than the MLflow server
+            self.settings.setdefault("MLFLOW_TRACKING_TOKEN", token)
 
     @property
     def home(self) -> Path:
