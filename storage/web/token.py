@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -23,7 +24,7 @@ TOKEN_PARAMETER = "token"  # noqa: S105 the name of a query parameter
 
 _LOOPBACK = "127.0.0.1"
 _LINK = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
-_LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
+_LISTENER = r" 0100007F:{port} 00000000:0000 0A \S+ \S+ \S+ +(\d+) "  # in /proc/net/tcp; the group is the user id
 
 
 def load_or_create_token(home: Path) -> str:
@@ -94,11 +95,19 @@ def _read_ports(home: Path) -> set[int]:
         return set()
 
 
+_checked_at: dict[int, float] = {}  # port -> time of the last positive check
+_CHECK_SECONDS = 10.0  # the list of sockets of a busy machine is long
+
+
 def _is_own_listener(port: int) -> bool:
-    address = f"0100007F:{port:04X}"
+    if time.monotonic() - _checked_at.get(port, -_CHECK_SECONDS) < _CHECK_SECONDS:
+        return True
     try:
-        sockets = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+        sockets = Path("/proc/net/tcp").read_text(encoding="ascii")
     except OSError:  # not Linux
         return True
-    fields = (line.split() for line in sockets)
-    return any(f[1] == address and f[3] == _LISTEN and int(f[7]) == os.geteuid() for f in fields)
+    found = re.search(_LISTENER.format(port=f"{port:04X}"), sockets)
+    if found is None or int(found[1]) != os.geteuid():
+        return False
+    _checked_at[port] = time.monotonic()
+    return True
