@@ -11,12 +11,7 @@ from hpsearch.former_names import CURRENT_NAMES
 from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
 from hpsearch.search.cli.app import app
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process import (
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    add_working_folder_to_path,
-    report_errors,
-)
+from hpsearch.search.process import EXIT_INTERRUPTED, EXIT_USER_ERROR, add_working_folder_to_path, report_errors
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 

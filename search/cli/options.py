@@ -154,10 +154,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         names = ", ".join(sorted(field.default.registry))
         default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
-            f"--{key}-option",
-            metavar="KEY=VALUE",
-            help=f"Setting of the {key}; repeatable",
-            rich_help_panel="Study",
+            f"--{key}-option", metavar="KEY=VALUE", help=f"Setting of the {key}; repeatable", rich_help_panel="Study"
         )
         return [
             _parameter(key, Annotated[str | None, _study_option(key, names, default)]),
