@@ -202,7 +202,5 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
         settings[key] = {**kept, **options}
     settings |= flags
     if "objective" not in settings:
-        raise SearchError(
-            "OBJECTIVE is missing; give an objective such as digits, or --spec FILE with the setting 'objective'"
-        )
+        raise SearchError("OBJECTIVE is missing; give one such as digits, or --spec FILE with the setting 'objective'")
     return Settings(settings, in_file)

@@ -60,9 +60,7 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of a study to include in the checks")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to include in the checks")] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON")] = False,
     where: o.Addresses,
@@ -94,9 +92,7 @@ def _owner_url(help_suffix: str) -> Any:
     return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
-OwnerUrl = Annotated[
-    str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")
-]
+OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: embedded services]")]
 Artifacts = Annotated[str | None, typer.Option("--artifacts", help="Artifact folder of an external MLflow server")]
 
 
@@ -173,9 +169,7 @@ def restore(
     for study, url in done.external_checkpoints:
         typer.echo(f"the backup has no checkpoints of study {study}, because they are stored at {url}")
     for study in done.unsent_studies:
-        typer.echo(
-            f"MLflow lacks trial data of study {study}; send the data with: {format_command('sync', study, *at)}"
-        )
+        typer.echo(f"MLflow lacks trial data of study {study}; send it with: {format_command('sync', study, *at)}")
     if done.missing_files:
         typer.echo(f"{done.missing_files} artifact files are not in the backup; copy them to MLflow's artifact folder")
     typer.echo(f"list the studies with: {format_command('studies', *at)}")
@@ -268,9 +262,7 @@ def mlflow(
     require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(
-            f"environment variable {variable} is not set; set it to the URL of MLflow's Postgres database"
-        )
+        raise SearchError(f"environment variable {variable} is not set; set it to MLflow's Postgres URL")
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
