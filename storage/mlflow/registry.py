@@ -87,9 +87,7 @@ def check_model_name(name: str) -> None:
         StorageError: the name is empty, too long, or has invalid characters.
     """
     if not name.strip() or len(name) > _MAX_MODEL_NAME or set(name) & set('/:"') or name in {".", ".."}:
-        raise StorageError(
-            f'--model {name!r}: a name has 1 to {_MAX_MODEL_NAME} characters without / : "; choose another name'
-        )
+        raise StorageError(f'--model {name!r} needs 1 to {_MAX_MODEL_NAME} characters without / : "; choose another')
 
 
 class Registry:
