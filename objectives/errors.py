@@ -161,9 +161,7 @@ def require_package(package: str, objective: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ObjectiveError(
-            f"{objective} needs the package {package}; run {format_install_command(package)}"
-        ) from error
+        raise ObjectiveError(f"{objective} needs package {package}; run {format_install_command(package)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

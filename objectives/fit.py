@@ -99,6 +99,4 @@ def require_model_objective(objective: BaseObjective, what: str) -> Objective:
     """
     if isinstance(objective, Objective):
         return objective
-    raise ObjectiveError(
-        f"{objective.name} has a custom training loop, but {what} needs data() and model(); use hpsearch train"
-    )
+    raise ObjectiveError(f"{objective.name} has a custom loop, but {what} needs data() and model(); use hpsearch train")

@@ -16,13 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from hpsearch.objectives.custom_loop.loop_objective import wrap_function
-from hpsearch.objectives.errors import (
-    ObjectiveError,
-    find_source_file,
-    format_path,
-    format_user_error,
-    suggest_names,
-)
+from hpsearch.objectives.errors import ObjectiveError, find_source_file, format_path, format_user_error, suggest_names
 from hpsearch.objectives.objective import BaseObjective
 
 BUILTIN: dict[str, str] = {
@@ -151,9 +145,7 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ObjectiveError(
-            f"objective file {format_path(path)} does not exist; create it with `hpsearch init {path.name}`"
-        )
+        raise ObjectiveError(f"file {format_path(path)} does not exist; create it with `hpsearch init {path.name}`")
     path = path.resolve()
     with _wrap_import_errors(path):
         content = path.read_bytes()
@@ -186,14 +178,10 @@ def _import_module(name: str) -> ModuleType:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                raise ObjectiveError(
-                    f"there is no module {error.name!r} for objective {name!r}; correct the name"
-                ) from error
+                raise ObjectiveError(f"no module {error.name!r} for objective {name!r}; correct the name") from error
             raise
     if spec is None:
-        raise ObjectiveError(
-            f"module {name!r} not found; run hpsearch in the folder of the module, or install its package"
-        )
+        raise ObjectiveError(f"module {name!r} not found; run hpsearch in its folder, or install its package")
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     with _wrap_import_errors(origin):
         return importlib.import_module(name)
@@ -277,9 +265,7 @@ def _check(objective: BaseObjective) -> None:
         raise ObjectiveError(f"{owner}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
     constraints: Any = objective.constraints
     if not isinstance(constraints, Mapping):
-        raise ObjectiveError(
-            f"{owner}.constraints must be a dictionary such as {{'model_mb': '<= 10'}}, not {constraints!r}"
-        )
+        raise ObjectiveError(f"{owner}.constraints must be a dict such as {{'model_mb': '<= 10'}}, not {constraints!r}")
     for name, bound in constraints.items():
         if not (isinstance(name, str) and isinstance(bound, str)):
             raise ObjectiveError(f"{owner}.constraints[{name!r}] must be a bound such as '<= 10', not {bound!r}")

@@ -152,7 +152,7 @@ class BaseObjective(ABC):
 def _set_metric_from_directions(cls: type[BaseObjective]) -> None:
     directions = cls.directions
     if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
-        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary such as {{'accuracy': 'maximize'}}")
+        raise ObjectiveError(f"{cls.__name__}.directions must be a dict such as {{'accuracy': 'maximize'}}")
     for name, value in directions.items():
         if value not in ("maximize", "minimize"):
             raise ObjectiveError(f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {value!r}")
@@ -333,9 +333,7 @@ class Objective(BaseObjective):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is unknown; {suggest_names(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
-                raise ObjectiveError(
-                    f"direction {direction!r} is wrong for metric {metric!r}; use {DIRECTIONS[metric]!r}"
-                )
+                raise ObjectiveError(f"direction {direction!r} is wrong for {metric!r}; use {DIRECTIONS[metric]!r}")
         super().set_metric(metric, direction)
 
     def set_reported_metrics(self, names: Collection[str]) -> None:

@@ -134,9 +134,7 @@ def check_pair(where: Addresses, *, both: bool = True) -> None:
         (storage_url if both else None, tracking_uri, ("--storage-url", "--tracking-uri")),
     ):
         if given is not None and missing is None:
-            raise SearchError(
-                f"{flags[0]} is given without {flags[1]}; give both, or neither to use the embedded services"
-            )
+            raise SearchError(f"{flags[0]} needs {flags[1]}; give both, or neither to use the embedded services")
 
 
 def probe_tracking(uri: str, *, required: bool = False) -> str | None:

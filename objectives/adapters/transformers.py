@@ -34,9 +34,7 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
             device.
     """
     if rejected := [name for name in _SET_BY_TRIAL if name in settings]:
-        raise ObjectiveError(
-            f"training_arguments(): hpsearch sets the argument {rejected[0]!r}; remove it from the call"
-        )
+        raise ObjectiveError(f"training_arguments(): hpsearch sets {rejected[0]!r}; remove it from the call")
     seed = derive_seed(trial.seed, "transformers") % 2**31
     defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(

@@ -277,9 +277,7 @@ def _to_floats(metrics: Any) -> dict[str, float]:
         ObjectiveError: `metrics` is not a dictionary, or a value is not one number.
     """
     if not isinstance(metrics, Mapping):
-        raise ObjectiveError(
-            f"trial.report needs a dictionary such as {{'accuracy': 0.9}}, not {type(metrics).__name__}"
-        )
+        raise ObjectiveError(f"trial.report needs a dict such as {{'accuracy': 0.9}}, not {type(metrics).__name__}")
     found = {}
     for name, value in metrics.items():
         size = value.numel() if isinstance(value, Tensor) else np.size(value)

@@ -91,9 +91,7 @@ class TrainConfig:
     decay_factor: Annotated[
         float, field('factor of each reduction of the learning rate by "step" and "plateau"', gt=0, lt=1)
     ] = 0.1
-    decay_epochs: Annotated[
-        int | None, field('with "step": epochs between reductions; None is 1/3 of the run', ge=1)
-    ] = None
+    decay_epochs: Annotated[int | None, field('with "step": epochs per reduction; None is 1/3 of the run', ge=1)] = None
     plateau_patience: Annotated[int, field('with "plateau": epochs without improvement before a reduction', ge=0)] = 3
     cycles: Annotated[int, field('with "cosine_restarts": number of cycles', ge=1)] = 3
     power: Annotated[float, field('with "polynomial": exponent of the decay', gt=0)] = 1.0

@@ -272,12 +272,7 @@ class Trainer(BaseTrainer):
     def _build(self) -> Run:
         reset_peak_memory(self.device)
         run, untrained = build_run(
-            self.objective,
-            self.config,
-            self.plan,
-            device=self.device,
-            ranks=self.ranks,
-            curve=self.curve,
+            self.objective, self.config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
         )
         run.measurer.require_device()
         run.shards = None if self.session is None else self.session.shards

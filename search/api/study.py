@@ -272,9 +272,7 @@ class Study:
             assert study.best_trial.value == max(trial.value for trial in study.trials)
         """
         if (best := self.summary().best) is None:
-            raise SearchError(
-                f"study {self.name!r} has no complete trial that satisfies its constraints yet; run more trials"
-            )
+            raise SearchError(f"study {self.name!r} has no complete feasible trial yet; run more trials")
         return best
 
     @property

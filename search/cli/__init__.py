@@ -15,12 +15,7 @@ from hpsearch.search.cli import confirm, monitor, objective, run, services, stee
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process import (
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    add_working_folder_to_path,
-    report_errors,
-)
+from hpsearch.search.process import EXIT_INTERRUPTED, EXIT_USER_ERROR, add_working_folder_to_path, report_errors
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 

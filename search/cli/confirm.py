@@ -17,9 +17,7 @@ def finalists(
     *,
     top: Annotated[
         int | None,
-        typer.Option(
-            "--top", min=1, help="Number of best trials to retrain  [default: 5; multi-objective: the Pareto front]"
-        ),
+        typer.Option("--top", min=1, help="Best trials to retrain  [default: 5; multi-objective: the Pareto front]"),
     ] = None,
     seeds: Annotated[
         int | None,
@@ -93,9 +91,7 @@ def evaluate_test(
     trial = resolve_trial(study._stored, trial, prefer)
     candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else " (not confirmed by finalists)"
-    if not yes and not confirm(
-        f"evaluate {candidate.summary}{mark} on the test set of study {name}? Possible only once."
-    ):
+    if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? Possible only once."):
         echo("cancelled: the test set was not evaluated")
         raise typer.Exit(1)
     for metric, value in study.evaluate_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
@@ -108,9 +104,7 @@ def evaluate_test(
 def promote(
     name: o.StudyName,
     *,
-    trial: Annotated[
-        int | None, o.trial_option("the trial  [default: the finalists' winner, else the best trial]")
-    ] = None,
+    trial: Annotated[int | None, o.trial_option("the trial  [default: the finalists' winner, else the best]")] = None,
     prefer: o.Prefer = None,
     infeasible: o.Infeasible = False,
     alias: Annotated[
@@ -141,9 +135,7 @@ def promote(
             "[default: 3]",
         ),
     ] = None,
-    workers: Annotated[
-        int | None, o.workers_option(" for --refit; 0 only creates the refit study  [default: 2]")
-    ] = None,
+    workers: Annotated[int | None, o.workers_option(" for --refit; 0 only creates the study  [default: 2]")] = None,
     where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow and set its alias.
@@ -186,9 +178,7 @@ def promote(
 
 @register(CONFIRM_SECTION)
 def serve_check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model version: NAME@ALIAS (digits@champion) or NAME/VERSION")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: NAME@ALIAS (digits@champion) or NAME/VERSION")],
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, help="Largest accepted absolute difference from the recorded score")
     ] = 1e-6,
@@ -218,9 +208,7 @@ def serve_check(
         raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance, allow_code=allow_code)
-    echo(
-        f"version {done.version.number} of model {done.version.model} is from trial {done.trial} of study {done.study}"
-    )
+    echo(f"{done.version.model} version {done.version.number} is from trial {done.trial} of study {done.study}")
     echo(f"recorded score    val {done.metric} {done.recorded_value:.9g}")
     if done.recomputed_value is not None:
         echo(f"recomputed score  val {done.metric} {done.recomputed_value:.9g}")
@@ -228,7 +216,7 @@ def serve_check(
         echo(f"score not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
-        echo(f"score reproduced with the objective's code, because the model cannot be exported ({done.weights_only})")
+        echo(f"score reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
     else:
         echo("score reproduced in a process without the code of hpsearch and the objective")
     return 0

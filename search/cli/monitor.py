@@ -68,9 +68,7 @@ def show(
     name: o.StudyName,
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
-    trial: Annotated[
-        int | None, o.trial_option("a trial, to show its parameters, attempts, values and outcome")
-    ] = None,
+    trial: Annotated[int | None, o.trial_option("a trial, to show parameters, attempts, values and outcome")] = None,
     where: o.Addresses,
 ) -> None:
     """Show the settings, trials and result of a study. With --trial, show one trial."""
@@ -94,9 +92,7 @@ def top(
     name: o.StudyName,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status once as JSON, and exit")] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the status once, and exit; default without a terminal")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the status once; default without a terminal")] = False,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:
@@ -132,9 +128,7 @@ def report(
     *,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="HTML file to write  [default: reports/STUDY.html in the folder of --home]"
-        ),
+        typer.Option("--output", "-o", help="HTML file  [default: reports/STUDY.html in the folder of --home]"),
     ] = None,
     where: o.Addresses,
 ) -> None:

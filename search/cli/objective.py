@@ -104,16 +104,12 @@ def train(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="Number of epochs  [default: the objective's]")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs  [default: the objective's]")] = None,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            "--run-dir", help="Folder of the run; an existing run in it is resumed  [default: runs/NAME-TIME]"
-        ),
+        typer.Option("--run-dir", help="Folder of the run; an existing run is resumed  [default: runs/NAME-TIME]"),
     ] = None,
     test: Annotated[bool, typer.Option("--test", help="Evaluate the best weights on the test split")] = False,
     keep: Annotated[int, typer.Option("--keep", min=1, help="Number of latest checkpoints to keep")] = 2,
@@ -242,11 +238,7 @@ def smoke(
         result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        echo(
-            "smoke test passed: the loss of {samples} samples is below {target:.4g} at learning rate {lr:g}".format(
-                **details
-            )
-        )
+        echo("smoke test passed: the loss of {samples} samples is below {target:.4g} at lr {lr:g}".format(**details))
         return 0
     echo(f"hpsearch: smoke test failed: {result.reason}", err=True)
     return 1

@@ -154,10 +154,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         names = ", ".join(sorted(field.default.registry))
         default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
         more = typer.Option(
-            f"--{key}-option",
-            metavar="KEY=VALUE",
-            help=f"Setting of the {key}; repeatable",
-            rich_help_panel="Study",
+            f"--{key}-option", metavar="KEY=VALUE", help=f"Setting of the {key}; repeatable", rich_help_panel="Study"
         )
         return [
             _parameter(key, Annotated[str | None, _study_option(key, names, default)]),
@@ -205,7 +202,5 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
         settings[key] = {**kept, **options}
     settings |= flags
     if "objective" not in settings:
-        raise SearchError(
-            "OBJECTIVE is missing; give an objective such as digits, or --spec FILE with the setting 'objective'"
-        )
+        raise SearchError("OBJECTIVE is missing; give one such as digits, or --spec FILE with the setting 'objective'")
     return Settings(settings, in_file)

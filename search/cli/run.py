@@ -104,9 +104,7 @@ def print_job_file(
     study: o.StudyName,
     *,
     workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
-    gpus: Annotated[
-        float, typer.Option("--gpus-per-worker", help="GPUs per worker; with 0.5, two workers share a GPU")
-    ] = 0.0,
+    gpus: Annotated[float, typer.Option("--gpus-per-worker", help="GPUs per worker; with 0.5, two share a GPU")] = 0.0,
     cpus: Annotated[int, typer.Option("--cpus-per-worker", help="CPU cores per worker")] = 2,
     memory: Annotated[str, typer.Option("--memory", help="Memory per worker, with the unit M, G or T")] = "8G",
     time: Annotated[

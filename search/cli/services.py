@@ -77,9 +77,7 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of a study to include in the checks")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to include in the checks")] = None,
     *,
     import_objective: Annotated[
         bool, typer.Option("--import-objective", help="Import the code of the study's objective")
@@ -115,9 +113,7 @@ def _owner_url(help_suffix: str) -> Any:
     return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=help_text)
 
 
-OwnerUrl = Annotated[
-    str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")
-]
+OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is in MLFLOW_BACKEND_STORE_URI  [default: embedded services]")]
 Artifacts = Annotated[str | None, typer.Option("--artifacts", help="Artifact folder of an external MLflow server")]
 
 
@@ -194,7 +190,7 @@ def restore(
     for study, url in done.external_checkpoints:
         echo(f"the backup has no checkpoints of study {study}, because they are stored at {url}")
     for study in done.unsent_studies:
-        echo(f"MLflow lacks trial data of study {study}; send the data with: {format_command('sync', study, *at)}")
+        echo(f"MLflow lacks trial data of study {study}; send it with: {format_command('sync', study, *at)}")
     if done.missing_files:
         echo(f"{done.missing_files} artifact files are not in the backup; copy them to MLflow's artifact folder")
     echo(f"commands import no objective file of a study before you confirm it with: {format_command('trust', 'STUDY')}")
@@ -312,9 +308,7 @@ def mlflow(
     token = _read_web_token(no_auth=no_auth)
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
-        raise SearchError(
-            f"environment variable {variable} is not set; set it to the URL of MLflow's Postgres database"
-        )
+        raise SearchError(f"environment variable {variable} is not set; set it to MLflow's Postgres URL")
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)

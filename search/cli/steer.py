@@ -177,9 +177,7 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
 @register(MONITOR_SECTION)
 def gc(
-    name: Annotated[
-        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies]")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all]")] = None,
     *,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")

@@ -140,9 +140,7 @@ def warn_undetected_gpus(names: list[str]) -> Finding:
     found = f"nvidia-smi detects {pluralize(len(names), 'GPU')} ({kinds}), torch {torch.__version__} detects none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return Finding(
-            "warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset CUDA_VISIBLE_DEVICES to use the GPUs"
-        )
+        return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset the variable to use the GPUs")
     if torch.version.cuda is None:
         again = "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
         return Finding("warning", found, again)
@@ -285,9 +283,7 @@ def _check_study(study: StoredStudy) -> Finding:
 def _check_release(study: StoredStudy) -> Finding:
     check_release(study)
     made = study.attrs.get(VERSION)
-    return Finding(
-        "ok", f"study created by hpsearch {made or 'of an early release'}; installed: hpsearch {version('hpsearch')}"
-    )
+    return Finding("ok", f"study created by hpsearch {made or 'of an early release'}; installed: {version('hpsearch')}")
 
 
 def _check_objective(study: StoredStudy) -> Finding:

@@ -162,9 +162,7 @@ def find_selected_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
     if refit.selected_trial is None:
         reasons = ", ".join(f"trial {number} {reason}" for number, reason in enumerate(refit.missing_reasons))
         again = format_command("show", made.spec.name)
-        raise SearchError(
-            f"--refit: no run of study {made.spec.name!r} is complete ({reasons}); see errors with {again}"
-        )
+        raise SearchError(f"--refit: no run of {made.spec.name!r} is complete ({reasons}); see errors with {again}")
     return find_trial(made, refit.selected_trial)
 
 

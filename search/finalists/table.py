@@ -192,9 +192,7 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
     if found.winner is None:
         raise SearchError(f"the finalists of {name!r} have no winner; see the reasons with {command}")
     if trial not in {None, found.winner}:
-        raise SearchError(
-            f"--trial {trial}: the winner among the finalists of {name!r} is trial {found.winner}; remove --trial"
-        )
+        raise SearchError(f"--trial {trial} differs from the winner {found.winner} of {name!r}; remove --trial")
     return chosen, found.winner
 
 

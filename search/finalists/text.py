@@ -165,9 +165,7 @@ def describe_method(found: Finalists) -> str:
     """Return a text that states whether each seed had a new split."""
     if found.is_resplit:
         return "each seed has a new train/validation split"
-    return (
-        "only the seeds are new, because data() returns fixed splits, or a test split that depends on the other splits"
-    )
+    return "only the seeds are new, because data() returns fixed splits, or a test split that depends on the others"
 
 
 def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Finalists | None = None) -> str:

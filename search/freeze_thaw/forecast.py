@@ -126,12 +126,7 @@ _TAIL_FRACTION = 0.3  # fraction of the observations, the best ones, whose slope
 
 
 def forecast_final_values(
-    trials: Sequence[FrozenTrial],
-    *,
-    epochs: int,
-    maximize: bool,
-    metric: str = "",
-    of: Container[int] | None = None,
+    trials: Sequence[FrozenTrial], *, epochs: int, maximize: bool, metric: str = "", of: Container[int] | None = None
 ) -> dict[int, Forecast]:
     """Forecast the final values of at most `MAX_FORECASTS` running and waiting trials.
 

@@ -169,11 +169,7 @@ class MultiObjectiveSuggester:
         return space.to_params(row)
 
     def _fit_models(
-        self,
-        study: optuna.Study,
-        observed: Sequence[FrozenTrial],
-        distributions: SearchSpace,
-        maximize: Sequence[bool],
+        self, study: optuna.Study, observed: Sequence[FrozenTrial], distributions: SearchSpace, maximize: Sequence[bool]
     ) -> list[MetricModel]:
         """Return the model of each metric; an empty list if a metric has no observations."""
         kept = study._storage.get_study_system_attrs(study._study_id)
@@ -223,11 +219,7 @@ class MultiObjectiveSuggester:
         return MetricModel(dataset, rows, fit_posterior(study, kept.get(name, {}), dataset, len(observed), name=name))
 
     def _fit_feasibility(
-        self,
-        study: optuna.Study,
-        observed: Sequence[FrozenTrial],
-        distributions: SearchSpace,
-        broken: np.ndarray,
+        self, study: optuna.Study, observed: Sequence[FrozenTrial], distributions: SearchSpace, broken: np.ndarray
     ) -> tuple[Posterior, float] | None:
         """Return the posterior of the largest constraint violation, and the score of a violation of 0.
 

@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    distribution_to_json,
-    json_to_distribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, distribution_to_json, json_to_distribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 

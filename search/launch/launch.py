@@ -112,9 +112,7 @@ class LaunchConfig:
     def _check_gpus(self) -> None:
         gpus = self.gpus
         if not (math.isfinite(gpus) and 0 <= gpus <= 64 and (gpus < 1 or gpus == int(gpus))):
-            raise SearchError(
-                f"--gpus-per-worker must be a whole number, or a fraction below 1 for a shared GPU, not {gpus:g}"
-            )
+            raise SearchError(f"--gpus-per-worker must be a whole number, or below 1 for a shared GPU, not {gpus:g}")
         if 0 < gpus < 1 / 64:
             raise SearchError(f"--gpus-per-worker {gpus:g} lets more than 64 workers share a GPU; give at least 0.016")
         if self.engine == "kubernetes" and 0 < gpus < 1:

@@ -95,9 +95,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             _, number = find_winner(study, number)
         except SearchError as error:
             instead = f"--unconfirmed --trial {'N' if number is None else number}"
-            raise SearchError(
-                f"{error}, or evaluate a trial without confirmation by finalists with {instead}"
-            ) from None
+            raise SearchError(f"{error}, or evaluate an unconfirmed trial with {instead}") from None
     if number is None:
         best = summarise(study).best
         if best is None:

@@ -104,9 +104,7 @@ def serve_check(
     with storage.engine.connect() as connection:
         found = find_trials_of_runs(connection, [run]).get(run)
     if found is None:
-        raise SearchError(
-            f"{reference}: the database has no trial of this model version; give the --storage-url of its study"
-        )
+        raise SearchError(f"{reference}: the trial is not in the database; give the --storage-url of its study")
     study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
@@ -160,9 +158,7 @@ def find_version(registry: Registry, reference: str) -> Version:
         model, number = by_number.groups()
         found, wanted = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
-        raise SearchError(
-            f"{reference!r} is not a model version; give NAME@ALIAS, such as digits@champion, or NAME/VERSION"
-        )
+        raise SearchError(f"{reference!r} is not a model version; give NAME@ALIAS (digits@champion) or NAME/VERSION")
     if found is None:
         aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]

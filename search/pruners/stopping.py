@@ -147,9 +147,7 @@ class Patient(PrunerSpec):
     @model_validator(mode="after")
     def _check_wrapped(self) -> Self:
         if self.wrapped is not None and self.wrapped.get_rung_schedule(1_000_000) is not None:
-            raise ValueError(
-                f"the pruner patient cannot wrap {self.wrapped.name}, which pauses trials; wrap another pruner"
-            )
+            raise ValueError(f"the pruner patient cannot wrap {self.wrapped.name}, which pauses trials; wrap another")
         return self
 
     def fit_to_epochs(self, epochs: int) -> Self:

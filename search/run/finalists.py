@@ -167,9 +167,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         winner = (
             f"trial {effective.winner}" if effective.winner is not None else f"Pareto front {list(effective.front)}"
         )
-        console.print(
-            f"until the new finalists have a winner, the winner of {effective.study} remains: {winner}", style="yellow"
-        )
+        console.print(f"until the new finalists have a winner, {winner} of {effective.study} remains", style="yellow")
     pending = tabulate_finalists(study, chosen).pending
     interrupted, gave_up = train_companion_study(console, companion, options, workers if pending else 0)
     found = tabulate_finalists(study, chosen)

@@ -100,9 +100,7 @@ def run_search(
             ("extend", spec.name, *_make_extend_options(study, begin)) if early_stop is None else ("start", spec.name)
         )
         reason = "the budget is spent" if early_stop is None else early_stop.reason
-        console.print(
-            f"{reason}; continue the study with: {format_command(*again)}; or start a new study with another --name"
-        )
+        console.print(f"{reason}; continue with: {format_command(*again)}; or start a new study with another --name")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 

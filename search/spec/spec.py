@@ -160,10 +160,7 @@ class StudySpec(Options):
     default_first: bool = Field(default=True, description="Run the objective's default configuration first, if any")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
-        default=2,
-        ge=0,
-        le=1000,
-        description="Consecutive attempts without progress before a trial fails",
+        default=2, ge=0, le=1000, description="Consecutive attempts without progress before a trial fails"
     )
     # A non-finite loss is not in the list, because a resume is exact and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = Field(
@@ -171,11 +168,7 @@ class StudySpec(Options):
         description="Causes of a failed attempt after which the trial resumes from its last checkpoint: the "
         "worker died (`lost`), the objective raised an error (`error`), out of memory (`memory`)",
     )
-    timeout: Number | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds after which no new trial starts",
-    )
+    timeout: Number | None = Field(default=None, gt=0, description="Seconds after which no new trial starts")
     budget_epochs: int | None = Field(
         default=None,
         ge=1,
@@ -205,12 +198,10 @@ class StudySpec(Options):
         description="With --models top: a trial keeps a model if it is among this number of best trials when it ends",
     )
     tensorboard: Annotated[str | None, BeforeValidator(_resolve_folder)] = Field(
-        default=None,
-        description="Folder for TensorBoard event files of all trials, in addition to MLflow",
+        default=None, description="Folder for TensorBoard event files of all trials, in addition to MLflow"
     )
     wandb: Annotated[str | None, BeforeValidator(_check_wandb_project)] = Field(
-        default=None,
-        description="Weights & Biases project, or entity/project, for all trials, in addition to MLflow",
+        default=None, description="Weights & Biases project, or entity/project, for all trials, in addition to MLflow"
     )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists` and `promote --refit` only
 

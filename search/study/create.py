@@ -118,9 +118,7 @@ def _list_warm_start_trials(study: StoredStudy) -> list[FrozenTrial]:
     trials = study.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.WAITING)
     observed = [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
     if not observed:
-        raise SearchError(
-            f"--warm-start {study.spec.name}: no trial of this study has reported a value; run the study first"
-        )
+        raise SearchError(f"--warm-start {study.spec.name}: no trial has reported a value; run the study first")
     return observed
 
 

@@ -182,9 +182,7 @@ def check_budget(spec: StudySpec, trials: int) -> None:
         SearchError: there are more trials than the budget allows, or the sampler, such as `grid`, lists all its trials.
     """
     if spec.sampler.is_indexed_by_trial:
-        raise SearchError(
-            f"--enqueue is not available with sampler {spec.sampler.name}; add the values to sampler.search_space"
-        )
+        raise SearchError(f"--enqueue is not available with sampler {spec.sampler.name}; extend sampler.search_space")
     if trials > spec.n_trials:
         raise SearchError(
             f"--enqueue: {trials} trials exceed the budget of {spec.n_trials}; raise the budget, or remove some trials"

@@ -233,11 +233,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         _tag_front(study, summary, tracking)
     log_confirmation(study, tracking)
     tracking.end_study_run(
-        parent,
-        tags=tags,
-        metrics=metrics,
-        step=summary.finished,
-        is_finished=study.is_spent(summary.finished),
+        parent, tags=tags, metrics=metrics, step=summary.finished, is_finished=study.is_spent(summary.finished)
     )
     write_note(study, summary)
 

@@ -39,8 +39,7 @@ class WorkerOptions(Options):
     """
 
     device: str | None = Field(
-        default=None,
-        description="Device to train on: cpu, cuda or cuda:N  [default: cuda if available]",
+        default=None, description="Device to train on: cpu, cuda or cuda:N  [default: cuda if available]"
     )
     devices: int = Field(
         default=1,

@@ -168,9 +168,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     check_service_options(owner_url, artifacts)
     if owner_url is None:
         if not has_stack(folder):
-            raise StorageError(
-                f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services to back up; give another --home"
-            )
+            raise StorageError(f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services; give another --home")
         stack.up(folder, dashboard=dashboard, progress=progress)
         locations = find_embedded_locations(folder, studies_only=studies_only)
     else:
@@ -224,9 +222,7 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
         studies = opened.enter_context(open_snapshot(*locations.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
-            raise StorageError(
-                f"{locations.studies.setting}: the database has no hpsearch tables; give the URL of the studies"
-            )
+            raise StorageError(f"{locations.studies.setting}: no hpsearch tables; give the URL of the studies")
         kept = opened.enter_context(_link_checkpoints(studies.cursor, locations))
         dumps = {archive.STUDIES_DUMP: studies}
         if locations.mlflow is not None:
@@ -306,9 +302,7 @@ def _check_artifacts(locations: Locations) -> None:
     if locations.artifacts is None:
         raise StorageError("--artifacts is missing; give the folder of MLflow's artifacts, or --no-artifacts")
     if locations.artifacts_folder is None or not (locations.artifacts_folder.is_dir() or locations.is_embedded):
-        raise StorageError(
-            f"--artifacts {locations.artifacts!r} is not a local folder; give a local folder, or --no-artifacts"
-        )
+        raise StorageError(f"--artifacts {locations.artifacts!r} is not a local folder; give one, or --no-artifacts")
 
 
 def _add_artifacts(writer: archive.ArchiveWriter, locations: Locations, *, files: bool, progress: OnProgress) -> None:

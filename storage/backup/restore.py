@@ -183,9 +183,7 @@ def _open_empty_services(
         else:
             locations = backup.find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if manifest.files and locations.artifacts is None:
-            raise StorageError(
-                "--artifacts is missing, but the backup contains artifact files; give MLflow's artifact folder"
-            )
+            raise StorageError("--artifacts is missing, but the backup has artifacts; give MLflow's artifact folder")
         if manifest.files and locations.artifacts_folder is None:
             raise StorageError(f"--artifacts {artifacts!r} is not a local folder; give a local artifact folder")
         _check_empty(locations, manifest)

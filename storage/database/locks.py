@@ -117,9 +117,7 @@ def _hold_lock(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -
 
 def _convert_error(error: DBAPIError) -> Exception:
     if getattr(error.orig, "pgcode", None) == _LOCK_NOT_AVAILABLE:
-        return LockHeldError(
-            "another hpsearch process holds a database lock and may be frozen; end that process, or try again"
-        )
+        return LockHeldError("another hpsearch process holds a database lock and may be frozen; end it, or try again")
     if is_transient(error):
         return LockLostError("the database ended a transaction that took too long, or is unavailable; try again")
     return error

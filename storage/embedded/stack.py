@@ -90,7 +90,7 @@ def read_urls(home: Path) -> Databases:
         StorageError: there is no stack in `home`.
     """
     if (stack := _load_stack(home)) is None or stack.state.postgres.port is None:
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no embedded services; set it to another folder")
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} contains no embedded services; set another folder")
     return stack.databases
 
 
@@ -184,7 +184,7 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
         state = load_state(home)
     except OSError as error:
         raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}); set it to another folder"
+            f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}); set another folder"
         ) from None
     return None if state is None else EmbeddedStack(home, state)
 
@@ -209,14 +209,10 @@ def _lock_stack(
             f"a process has locked {str(home / _LOCK_FILE)!r} for {_LOCK_TIMEOUT / 60:.0f} minutes; end that process"
         ) from None
     except (OSError, NotImplementedError) as error:
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}); set it to a local folder"
-        ) from None
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be locked ({error}); set a local folder") from None
     try:
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); set it to another folder"
-        ) from error
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); set another folder") from error
     finally:
         lock.release()

@@ -295,13 +295,7 @@ def find_next_to_prune(
     else:
         cutoff = {"cutoff": rungs.to_value(row.cutoff)} if row.places else {}
         compared = {"value": rungs.to_value(row.loss), **cutoff}
-    decision = {
-        "pruner": rungs.pruner,
-        "epoch": epochs - 1,
-        **compared,
-        "peers": row.reached - 1,
-        "rung": row.rung,
-    }
+    decision = {"pruner": rungs.pruner, "epoch": epochs - 1, **compared, "peers": row.reached - 1, "rung": row.rung}
     return PrunedTrial(row.trial_id, row.number, row.attempt, reason, decision)
 
 

@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, searc
     said = cli("serve-check", "branching@champion")
     recorded, served = re.findall(r"^(?:recorded|recomputed) score +val accuracy (\S+)$", said, re.MULTILINE)
     assert recorded == served
-    assert "score reproduced with the objective's code, because the model cannot be exported (GuardOnData" in said
+    assert "score reproduced with the objective's code, as the model cannot be exported (GuardOnData" in said
 
 
 WINE = """

@@ -17,7 +17,7 @@ def test_a_search_stores_the_result_of_its_smoke_test(search: Search, cli: Cli) 
     assert re.fullmatch(r"passed: one batch of 32 samples fitted, loss \S+ -> 0\.00\d+", result)
     files = {file.path for file in search.client.list_artifacts(search.parent)}
     assert {"smoke.json", "smoke.png"} <= files
-    assert "smoke test" not in search.output
+    assert "smoke test failed" not in search.output
     page = Path(re.search(r"report: +(\S+)", search.output)[1]).read_text()
     assert "Smoke test passed: one batch of 32 samples fitted" in page
 

@@ -63,7 +63,7 @@ def test_a_trial_resumes_on_another_machine(
     best = checkpoint.read(Path(client.download_artifacts(run_id, "checkpoints/best.pt", str(tmp_path))))
     assert best["value"] == min(values[0]) == trials[0].value
     (shared / "left").touch()
-    arena.run("delete", arena.name, "--yes")
+    arena.run("delete", arena.name, "--yes", "--checkpoint-url", str(shared))
     assert [path.name for path in shared.iterdir()] == ["left"]
 
 

@@ -202,5 +202,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(name, pack
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delenv("HPSEARCH_COMMAND", raising=False)
-    with pytest.raises(ObjectiveError, match=f"^{name} needs the package {package}; run pip install {package}$"):
+    with pytest.raises(ObjectiveError, match=f"^{name} needs package {package}; run pip install {package}$"):
         load_objective(name).data(0)

@@ -126,9 +126,9 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
-        ("nowhere.py", "objective file nowhere.py does not exist; create it with `hpsearch init nowhere.py`"),
-        ("some/nowhere.py:Mine", "objective file some/nowhere.py does not exist"),
-        ("no_such_pack.inner:Mine", "there is no module 'no_such_pack'"),
+        ("nowhere.py", "file nowhere.py does not exist; create it with `hpsearch init nowhere.py`"),
+        ("some/nowhere.py:Mine", "file some/nowhere.py does not exist"),
+        ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),
         ("..:Mine", "is not a module name"),
         (

@@ -41,10 +41,10 @@ def test_the_first_metric_selects_the_best_epoch():
             {"directions": {"accuracy": "max"}},
             "Several.directions['accuracy'] must be 'maximize' or 'minimize', not",
         ),
-        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary such as {'accuracy': 'maximize'}"),
+        ({"directions": ["accuracy"]}, "Several.directions must be a dict such as {'accuracy': 'maximize'}"),
         (
             {"directions": {1: "maximize"}},
-            "Several.directions must be a dictionary such as {'accuracy': 'maximize'}",
+            "Several.directions must be a dict such as {'accuracy': 'maximize'}",
         ),
     ],
 )

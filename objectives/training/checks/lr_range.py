@@ -136,9 +136,7 @@ def _evaluate_probe(run: Run, probe: Batch) -> float:
 
 def _suggest_lr(rates: list[float], losses: list[float]) -> LrRangeResult:
     if len(losses) < 3 or losses[0] - min(losses) <= _MIN_FALL * abs(losses[0]):
-        raise ObjectiveError(
-            "the loss does not fall at any learning rate in the range; run `hpsearch smoke`, or try a lower range"
-        )
+        raise ObjectiveError("no learning rate reduces the loss; run `hpsearch smoke`, or try a lower range")
     bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
     # Second differences remove the trend; for noise of deviation 1 their median magnitude is 0.6745 * sqrt(6).
     bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]

@@ -83,9 +83,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     with make_reproducible(deterministic=config.deterministic), torch.random.fork_rng():
         splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
         if split_hash != best["split_hash"]:
-            raise ObjectiveError(
-                f"{objective.name}: data({split_seed}) has changed since the training; restore the original data"
-            )
+            raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since training; restore the data")
         set_seed(best["seed"], "init")
         with wrap_user_errors(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)

@@ -133,12 +133,7 @@ class RunningMeans:
 
 
 def iterate_batches(
-    dataset: Dataset,
-    size: int,
-    device: torch.device,
-    num_workers: int,
-    ranks: Ranks,
-    cut: int | None,
+    dataset: Dataset, size: int, device: torch.device, num_workers: int, ranks: Ranks, cut: int | None
 ) -> Iterator[tuple[Batch, range]]:
     """Iterate over all batches in order: this rank's share of the batch, on the device, and the rows of the share.
 

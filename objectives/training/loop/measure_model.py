@@ -331,7 +331,7 @@ def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
         ObjectiveError: the result is not a dictionary of numbers, or a name is reserved.
     """
     if not isinstance(found, Mapping):
-        raise ObjectiveError(f"{owner} must return a dictionary such as {{'size_mb': 1.5}}, not {type(found).__name__}")
+        raise ObjectiveError(f"{owner} must return a dict such as {{'size_mb': 1.5}}, not {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
             raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid metric name; choose another name")

@@ -40,9 +40,7 @@ def check_ranks(owner: str, splits: Splits, split_hash: str, ranks: Ranks) -> No
     """
     hashes = ranks.all_gather_object(split_hash)
     if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
-        raise ObjectiveError(
-            f"{owner}.data differs between ranks 0 and {other[0]}; its result must depend only on the seed"
-        )
+        raise ObjectiveError(f"{owner}.data differs between ranks 0 and {other[0]}; it must depend only on the seed")
     if len(splits.val) < ranks.world_size:
         raise ObjectiveError(
             f"{owner}.data: {len(splits.val)} validation samples are too few for {ranks.world_size} devices"
@@ -85,9 +83,7 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
     owner, metric = type(objective).__name__, objective.metric
     better = DIRECTIONS.get(metric, objective.direction)
     if objective.direction != better:
-        raise ObjectiveError(
-            f"{owner}: direction {objective.direction!r} is wrong for metric {metric!r}; use {better!r}"
-        )
+        raise ObjectiveError(f"{owner}: direction {objective.direction!r} is wrong for {metric!r}; use {better!r}")
     with wrap_user_errors(f"{owner} on the validation split"):
         if isinstance(run.step_function, LossStep):
             _check_outputs(objective, run, run.step_function.loss)
@@ -109,14 +105,10 @@ def list_config_warnings(run: Run) -> list[str]:
             "loss on eval_batch_size"
         )
     if run.plan.refit is not None and run.config.schedule == "plateau":
-        found.append(
-            "schedule='plateau' uses the validation loss, but a refit also trains on these samples; lr may decay later"
-        )
+        found.append("schedule='plateau' uses validation samples, but a refit trains on them; lr may decay later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.is_single_process and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
-        found.append(
-            f"batch norm uses the samples of one device only; results on {run.ranks.world_size} devices and one differ"
-        )
+        found.append(f"batch norm uses samples of one device; results on {run.ranks.world_size} devices and one differ")
     share = compute_majority_share(run.splits.train)
     if run.curve.metric_key == "val_accuracy" and share is not None and share >= _IMBALANCED_SHARE:
         found.append(
@@ -142,9 +134,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
             )
         return
     if len(output) != batch.size and isinstance(batch.y, Tensor) and len(batch.y) == batch.size:
-        raise ObjectiveError(
-            f"the model returns {list(output.shape)} for {batch.size} inputs; keep the batch dimension first"
-        )
+        raise ObjectiveError(f"the model returns {list(output.shape)} for {batch.size} inputs; dim 0 must be the batch")
     known = y if isinstance(y, Tensor) else batch.y
     if not isinstance(known, Tensor):
         return

@@ -196,9 +196,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(ids)]
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        raise ObjectiveError(
-            f"no parameter group contains {', '.join(left[:3])}{more}; add a group, or call requires_grad_(False)"
-        )
+        raise ObjectiveError(f"no parameter group has {', '.join(left[:3])}{more}; add one, or set requires_grad=False")
     return found
 
 

@@ -181,12 +181,8 @@ def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> 
     """
     epochs = total_steps // epoch_steps
     if (steps := config.warmup_steps) is not None and steps >= total_steps:
-        raise ObjectiveError(
-            f"warmup_steps must be below the run's {total_steps} steps, not {steps}; use warmup_fraction"
-        )
+        raise ObjectiveError(f"warmup_steps must be below {total_steps} (all steps), not {steps}; use warmup_fraction")
     if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
-        raise ObjectiveError(
-            f"decay_epochs must be below the run's {epochs} epochs, not {config.decay_epochs}; lower it"
-        )
+        raise ObjectiveError(f"decay_epochs must be below epochs ({epochs}), not {config.decay_epochs}; lower it")
     if config.schedule == "cosine_restarts" and config.cycles > total_steps:
         raise ObjectiveError(f"cycles must be at most the run's {total_steps} steps, not {config.cycles}; lower it")

@@ -31,10 +31,7 @@ def write_report(path: Path, steps: list[dict[str, Any]], *, run: Run, result: F
             *format_image(path, "curves.png", "Learning curves"),
         ],
         "Possible leakage": describe_leakage(run, result),
-        "Instabilities": [
-            *instabilities,
-            *format_image(path, "gradients.png", "Gradient norm of each layer by step"),
-        ],
+        "Instabilities": [*instabilities, *format_image(path, "gradients.png", "Gradient norm of each layer by step")],
         "Checkpoints": _list_checkpoints(result),
         "Defaults": defaults,  # at the end, because MLflow does not fold this section
     }

@@ -43,9 +43,7 @@ class TensorBoardConsumer(OptionalTracker):
             if not os.access(setting, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "permission denied")
         except OSError as error:
-            raise StorageError(
-                f"--{cls.name} {setting} is not writable ({error.strerror}); choose a writable folder"
-            ) from None
+            raise StorageError(f"--{cls.name} {setting} is not writable ({error.strerror}); choose another") from None
 
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:
         """Write the records that are not in the trial's files yet; return whether the last record ends the journal."""

@@ -84,12 +84,7 @@ class WandbRuns:
         return {}
 
     def log_rows(
-        self,
-        *,
-        run_id: str,
-        config: dict[str, Any],
-        rows: list[tuple[int, dict[str, Any]]],
-        summary: dict[str, Any],
+        self, *, run_id: str, config: dict[str, Any], rows: list[tuple[int, dict[str, Any]]], summary: dict[str, Any]
     ) -> dict[str, Any]:
         """Log the rows of steps that the run does not have yet, and update config and summary of the run."""
         run, logged_steps, _ = self._runs[run_id]

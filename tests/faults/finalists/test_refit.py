@@ -114,7 +114,7 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
         assert data.tags["hpsearch.refit_of"] == str(refit.search_trial)
         assert len(trial.intermediate_values) == refit.epochs
     other = 1 - refit.search_trial
-    assert f"the winner among the finalists of {NAME!r} is trial {refit.search_trial}; remove --trial" in arena.run(
+    assert f"--trial {other} differs from the winner {refit.search_trial} of {NAME!r}; remove --trial" in arena.run(
         "promote", NAME, "--refit", "--trial", str(other), code=2
     )
 

@@ -145,7 +145,7 @@ def test_an_unusable_tracker_prevents_creating_and_joining_a_study(arena: Arena,
     arena.create(1, [], settings=settings(events))
     events.parent.rmdir()
     events.parent.write_text("in its way")
-    assert f"--tensorboard {events.parent} is not writable (File exists); choose a writable folder" in arena.run(
+    assert f"--tensorboard {events.parent} is not writable (File exists); choose another" in arena.run(
         "worker", "--study", arena.name, code=2
     )
     events.parent.unlink()

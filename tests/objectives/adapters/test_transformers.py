@@ -97,7 +97,7 @@ def test_the_verdict_on_a_report_ends_the_loop(verdict, status, tmp_path):
     [
         (
             {"settings": {"num_train_epochs": 3}},
-            r"training_arguments\(\): hpsearch sets the argument 'num_train_epochs'",
+            r"training_arguments\(\): hpsearch sets 'num_train_epochs'",
         ),
         (
             {"arguments": lambda *_: TrainingArguments("out", use_cpu=True)},

@@ -216,7 +216,7 @@ def _reporting(*reports, outside=False):
             r"trial.report: 'distance' must be one number, not a Tensor",
         ),
         (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: 'other' must be one number, not 'x'"),
-        (_reporting((0.5, None)), "trial.report needs a dictionary such as {'accuracy': 0.9}, not float"),
+        (_reporting((0.5, None)), "trial.report needs a dict such as {'accuracy': 0.9}, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
             r"'state\.a\.0' is a object, which a checkpoint",

@@ -67,7 +67,7 @@ def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
     [
         (
             lambda model: [{"params": model[1][0].parameters()}],
-            r"no parameter group contains 1.2.weight, 1.2.bias; add a group, or call requires_grad_",
+            r"no parameter group has 1.2.weight, 1.2.bias; add one, or set requires_grad=False",
         ),
         (
             lambda model: [{"params": [*model.parameters(), *model.parameters()]}],

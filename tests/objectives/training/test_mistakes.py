@@ -31,7 +31,7 @@ NET = nn.Linear(13, 3)
         ({"model": lambda *_: nn.Linear(13, 2)}, r"returns \[2\] outputs per sample, but labels go up to 2"),
         (
             {"model": lambda *_: nn.Sequential(NET, nn.Flatten(0))},
-            r"returns \[6\] for 2 inputs; keep the batch dimension first",
+            r"returns \[6\] for 2 inputs; dim 0 must be the batch",
         ),
         (
             {"model": lambda *_: nn.LSTM(13, 3)},
@@ -47,8 +47,8 @@ NET = nn.Linear(13, 3)
             {"metric": "auroc"},
             "'auroc' is incompatible with 3 outputs per sample for 3 classes; compatible metrics: accuracy, mac",
         ),
-        ({"metric": "loss"}, "direction 'maximize' is wrong for metric 'loss'; use 'minimize'"),
-        ({"direction": "minimize"}, "direction 'minimize' is wrong for metric 'accuracy'; use 'maximize'"),
+        ({"metric": "loss"}, "direction 'maximize' is wrong for 'loss'; use 'minimize'"),
+        ({"direction": "minimize"}, "direction 'minimize' is wrong for 'accuracy'; use 'maximize'"),
     ],
 )
 def test_a_mistake_in_the_objective_is_reported_before_training(objective_with, tmp_path, replaced, message):

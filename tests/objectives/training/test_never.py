@@ -92,8 +92,8 @@ def test_the_training_loss_cannot_select_the_best_epoch(objective_with):
             {"gradient_accumulation_steps": 7, "batch_size": 16},
             "gradient_accumulation_steps 7 with batch_size 16 is more than an epoch of 106 samples; ",
         ),
-        ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps must be below the run's 6 steps, not 6"),
-        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs must be below the run's 2 epochs, not 2"),
+        ({"warmup_steps": 6, "batch_size": 32}, r"warmup_steps must be below 6 \(all steps\), not 6"),
+        ({"schedule": "step", "decay_epochs": 2}, r"decay_epochs must be below epochs \(2\), not 2"),
         (
             {"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64},
             "cycles must be at most the run's 2 steps, not 3",

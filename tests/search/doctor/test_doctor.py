@@ -241,4 +241,4 @@ def test_bad_input_is_an_error_of_one_line(
 
 def test_a_tracking_server_without_a_database_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["doctor", "--tracking-uri", AWAY]) == 2
-    assert "given without --storage-url" in capsys.readouterr().err
+    assert "--tracking-uri needs --storage-url" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_a_refit_needs_complete_finalists(study: StoredStudy) -> None:
     with pytest.raises(SearchError, match="the finalists of 's' have no winner"):
         make_or_join_refit(study, seeds=None)
     confirm(study, winner=3, new_set=True, epochs=[1])
-    with pytest.raises(SearchError, match="--trial 1: the winner among the finalists of 's' is trial 3"):
+    with pytest.raises(SearchError, match="--trial 1 differs from the winner 3 of 's'"):
         make_or_join_refit(study, seeds=None, trial=1)
     with pytest.raises(
         SearchError, match=r"--refit: the winner of study 's' has no refit yet; train it with .*--refit"

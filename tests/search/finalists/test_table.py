@@ -96,7 +96,7 @@ def test_fixed_splits_are_mentioned(study: StoredStudy) -> None:
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
     lines = format_confirmation(study)
     assert "on 2 new seeds" in lines[0]
-    assert lines[1].endswith("test split that depends on the other splits")
+    assert lines[1].endswith("test split that depends on the others")
 
 
 def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredStudy) -> None:

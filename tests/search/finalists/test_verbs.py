@@ -71,9 +71,8 @@ def test_evaluate_test_needs_a_winner(study: StoredStudy, say: Say) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=1)
     assert "have 2 unfinished runs" in say("evaluate-test", "s", "--yes", code=2)
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
-    assert (
-        "is trial 3; remove --trial, or evaluate a trial without confirmation by finalists with --unconfirmed --trial 1"
-        in say("evaluate-test", "s", "--yes", "--trial", "1", code=2)
+    assert "the winner 3 of 's'; remove --trial, or evaluate an unconfirmed trial with --unconfirmed --trial 1" in say(
+        "evaluate-test", "s", "--yes", "--trial", "1", code=2
     )
     assert "has no tracking server" in say("evaluate-test", "s", "--yes", code=2)
 

@@ -44,9 +44,7 @@ def test_serving_can_import_other_packages() -> None:
     "reference", ["digits", "", "@champion", "digits@", "digits/", "digits/x", "digits/0", "a/b@c", "models:/a/1/2"]
 )
 def test_a_reference_without_a_version_is_an_error(reference: str) -> None:
-    with pytest.raises(
-        SearchError, match="is not a model version; give NAME@ALIAS, such as digits@champion, or NAME/VERSI"
-    ):
+    with pytest.raises(SearchError, match=r"is not a model version; give NAME@ALIAS \(digits@champion\) or NAME/VERSI"):
         find_version(None, reference)  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def test_an_infeasible_trial_is_promoted_only_if_named(several: Tracked) -> None
 def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: Tracked) -> None:
     stored, engine = several.stored, several.storage.engine
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match=r"give --trial \(1, 0\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(1, 0\)"):
         choose_candidate(stored, trial=None, unconfirmed=False)
     assert (
         promote(stored, several.tracking, trial=0).unconfirmed_reason == "the model was not evaluated on the test set"
@@ -123,7 +123,7 @@ def test_the_test_set_opens_for_the_promoted_trial_of_the_pareto_front(several: 
 def test_the_test_set_does_not_open_for_a_dominated_promoted_trial(several: Tracked) -> None:
     promote(several.stored, several.tracking, trial=2, infeasible=True)
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match=r"give --trial \(1, 0\)"):
+    with pytest.raises(SearchError, match=r"choose one with --trial \(1, 0\)"):
         choose_candidate(several.stored, trial=None, unconfirmed=False)
     refresh_evidence(several.stored, several.tracking)
     assert several.version("champion").tags["hpsearch.unconfirmed"] == "the winner among the finalists is trial 1 or 0"

@@ -215,5 +215,5 @@ def test_mistakes_in_a_grid_are_reported_before_its_size(database_url: str, grid
 
 def test_a_grid_rejects_enqueued_configurations(database_url: str, tmp_path: Path) -> None:
     grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
-    with pytest.raises(SearchError, match="not available with sampler grid; add the values to"):
+    with pytest.raises(SearchError, match="not available with sampler grid; extend"):
         study_of(database_url, Wide(), rows(tmp_path, "lr\n0.1\n"), sampler=grid)

@@ -99,7 +99,7 @@ def test_unusable_earlier_studies_are_rejected_before_creation(storage, objectiv
     made(storage, objective, "empty")
     cases = {
         "nope": "--warm-start nope: no study 'nope'",
-        "empty": "--warm-start empty: no trial of this study has reported a value; run the study first",
+        "empty": "--warm-start empty: no trial has reported a value; run the study first",
         "other_way": "--warm-start other_way: this study is set to minimize .*; give a study with the same direction",
         "other_space": "--warm-start other_space: the study has none of the parameters of Wine",
         "out_of_range": "--warm-start out_of_range: no trial is in the new search space",

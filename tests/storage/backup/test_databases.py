@@ -242,7 +242,7 @@ def test_a_backup_of_newer_versions_is_rejected_before_any_change(
 
 def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
-    with pytest.raises(StorageError, match="contains no embedded services to back up"):
+    with pytest.raises(StorageError, match="contains no embedded services; give another --home"):
         backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
@@ -250,7 +250,7 @@ def test_backup_and_restore_need_explicit_services(file: Path, home: str, monkey
     with pytest.raises(StorageError, match="--artifacts is missing"):
         backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(
-        StorageError, match="--artifacts 's3://bucket' is not a local folder; give a local folder, or --no-artifacts"
+        StorageError, match="--artifacts 's3://bucket' is not a local folder; give one, or --no-artifacts"
     ):
         backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)

@@ -30,7 +30,7 @@ def test_valid_aliases_are_accepted(alias: str) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a:b", 'a"b', ".", "..", "a" * 257])
 def test_invalid_model_names_are_rejected(name: str) -> None:
-    with pytest.raises(StorageError, match=r"^--model .*; choose another name$"):
+    with pytest.raises(StorageError, match=r"^--model .*; choose another$"):
         check_model_name(name)
 
 

@@ -180,7 +180,7 @@ def test_custom_model_metrics_are_reported_as_floats():
     [
         ({"norm": torch.ones(1)}, "Changed.model_metrics: 'norm' must be a float, not Tensor; return float(...)"),
         ({"norm": None}, "Changed.model_metrics: 'norm' must be a float, not NoneType; return float(...)"),
-        ([1.0], "Changed.model_metrics must return a dictionary such as {'size_mb': 1.5}, not list"),
+        ([1.0], "Changed.model_metrics must return a dict such as {'size_mb': 1.5}, not list"),
         *(
             ({name: 1.0}, f"Changed.model_metrics: {name!r} is a reserved or invalid metric name; choose another name")
             for name in ("accuracy", "loss", "latency_ms", "latency_load", "lr", "val_norm", "train_loss", 3, "")

@@ -92,7 +92,7 @@ def test_a_custom_loop_cannot_be_refit():
         def run(self, context):
             raise AssertionError
 
-    with pytest.raises(ObjectiveError, match="custom training loop, but a refit needs"):
+    with pytest.raises(ObjectiveError, match="custom loop, but a refit needs"):
         fit_any(Own(), None, RunPlan(2, 0, 0, refit=1))
 
 

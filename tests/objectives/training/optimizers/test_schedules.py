@@ -192,8 +192,8 @@ def test_plateau_warms_up_first_and_has_a_minimum():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 40}, "warmup_steps must be below the run's 40 steps, not 40"),
-        ({"schedule": "step", "decay_epochs": 10}, "decay_epochs must be below the run's 10 epochs, not 10"),
+        ({"warmup_steps": 40}, r"warmup_steps must be below 40 \(all steps\), not 40"),
+        ({"schedule": "step", "decay_epochs": 10}, r"decay_epochs must be below epochs \(10\), not 10"),
         ({"schedule": "cosine_restarts", "cycles": 41}, "cycles must be at most the run's 40 steps, not 41"),
     ],
 )

@@ -188,7 +188,7 @@ def test_data_that_differ_between_ranks_are_rejected():
     (first, _) = on_ranks(2, other_data)
     assert first[:2] == (
         "ObjectiveError",
-        "Other.data differs between ranks 0 and 1; its result must depend only on the seed",
+        "Other.data differs between ranks 0 and 1; it must depend only on the seed",
     )
 
 

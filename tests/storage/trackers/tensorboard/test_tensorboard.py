@@ -261,6 +261,4 @@ def test_an_uncreatable_folder_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as error:
         TensorBoardConsumer.check(str(tmp_path / "file" / "runs"))
-    assert str(error.value) == (
-        f"--tensorboard {tmp_path}/file/runs is not writable (Not a directory); choose a writable folder"
-    )
+    assert str(error.value) == (f"--tensorboard {tmp_path}/file/runs is not writable (Not a directory); choose another")
