@@ -47,7 +47,7 @@ def prepare_home(value: str | None = None) -> Path:
         raise StorageError(
             f"{HOME_VARIABLE} {str(home)!r}: {name!r} cannot be a private folder ({cause}): {_REMEDY}"
         ) from None
-    _prepared.add(home)
+    remember_home(home)
     return home
 
 
@@ -64,16 +64,21 @@ def _ensure_private(folder: Path) -> None:
         raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}, and a home belongs to one user")
 
 
-_prepared: set[Path] = set()
+_known: set[Path] = set()
+
+
+def remember_home(home: Path) -> None:
+    """Let `find_known_homes` return a home folder."""
+    _known.add(home)
 
 
 def find_known_homes() -> list[Path]:
-    """Return the default home folder and the home folders that this process has prepared.
+    """Return the default home folder and the home folders that this process uses.
 
     Raises:
         StorageError: $HPSEARCH_HOME names an unknown user.
     """
-    return [*_prepared, *({resolve_home(None)} - _prepared)]
+    return [*_known, *({resolve_home(None)} - _known)]
 
 
 def check_writable(home: Path) -> None:

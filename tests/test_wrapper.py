@@ -467,8 +467,8 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
     before = there(shop), (shop.venv / "hpsearch.stamp").read_text()
     for package, why, remedy in (
         ("hpsearch-no-such-package", "was not found", "check the package name"),
-        ("torch==2.12.0", "torch==2.13.0", "keeps its version"),
-        ("backward", "depend on torch<2.13", "keeps its version"),
+        ("torch==2.12.0", "torch==2.13.0", "keep their versions"),
+        ("backward", "depend on torch<2.13", "keep their versions"),
         ("-r", "an option", "give package names"),
         ("./plain", "not the name of a package", "give package names"),
         ("", "not the name of a package", "give package names"),

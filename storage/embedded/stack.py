@@ -22,7 +22,7 @@ from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackI
 from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home
+from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home, remember_home
 from hpsearch.storage.web.token import AUTH_NAME
 
 __all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
@@ -71,7 +71,7 @@ def up(
         StorageError: the folder cannot be used, or a service cannot be started.
     """
     home = prepare_home(str(home))
-    os.environ.setdefault("MLFLOW_TRACKING_AUTH", AUTH_NAME)  # for all MLflow clients in this process
+    _send_token(home)
     if needs_token is None and (running := find_running(home)):
         return running
     require_server_packages()
@@ -186,7 +186,16 @@ def _load_stack(home: Path) -> EmbeddedStack | None:
         raise StorageError(
             f"{HOME_VARIABLE} {str(home)!r} cannot be read ({error.strerror}); set another folder"
         ) from None
-    return None if state is None else EmbeddedStack(home, state)
+    if state is None:
+        return None
+    _send_token(home)
+    return EmbeddedStack(home, state)
+
+
+def _send_token(home: Path) -> None:
+    """Let all MLflow clients in this process send the token of the stack in `home` to its services."""
+    remember_home(home)
+    os.environ.setdefault("MLFLOW_TRACKING_AUTH", AUTH_NAME)
 
 
 @contextmanager

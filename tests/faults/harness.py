@@ -108,14 +108,14 @@ class Zygote:
         self._processes[process.pid] = process
         return process.pid
 
-    def command(self, arguments: list[str], *, cwd: Path = ROOT) -> Command:
+    def command(self, arguments: list[str], *, cwd: Path = ROOT, **environment: str) -> Command:
         """Start an hpsearch command."""
         log = self._folder / f"{next(self._numbers)}.log"
-        return Command(self, self.start(arguments, {}, log, puppet=False, cwd=cwd), log)
+        return Command(self, self.start(arguments, environment, log, puppet=False, cwd=cwd), log)
 
-    def python(self, program: str, *arguments: str | Path) -> Command:
+    def python(self, program: str, *arguments: str | Path, **environment: str) -> Command:
         """Start a program as `python -c` does, in a fork that has all libraries loaded."""
-        return self.command(["-c", program, *map(str, arguments)])
+        return self.command(["-c", program, *map(str, arguments)], **environment)
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a command, or None while it runs."""
@@ -198,10 +198,7 @@ class Arena:
     models: list[int] | None = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if token := find_token(self.tracking_uri):  # the commands have another home than the MLflow server
-            self.settings.setdefault("MLFLOW_TRACKING_TOKEN", token)
+    token: str | None = None
 
     @property
     def home(self) -> Path:
@@ -232,12 +229,15 @@ class Arena:
 
     def environment(self, **more: str) -> dict[str, str]:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
+        # The commands have another home than the MLflow server, which may be behind a wire of the test.
+        self.token = find_token(self.tracking_uri) or self.token
+        token = {"MLFLOW_TRACKING_TOKEN": self.token} if self.token else {}
         models = {} if self.models is None else {"MODELS_OF": json.dumps(self.models)}
         where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
         # Long times, so that an epoch completes on a slow machine too. Tests of shorter times override them.
         times = {"HPSEARCH_LEASE": str(LEASE), "HPSEARCH_GRACE": str(PATIENCE)}
         times["HPSEARCH_COLLECTIVE_TIMEOUT"] = str(PATIENCE)
-        return {**urls, **models, **where, **times, **self.settings, **more}
+        return {**urls, **token, **models, **where, **times, **self.settings, **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:
         """Start a worker, or another command."""

@@ -186,11 +186,11 @@ def test_a_worker_can_run_in_a_thread(arena: Arena, zygote: Zygote) -> None:
     """As in an actor of Ray, where a worker cannot handle signals."""
     arena.create(1, [])
     where = [arena.name, arena.storage_url, arena.tracking_uri, "", str(arena.home)]
-    stopped = zygote.python(_IN_A_THREAD, "stopped", *where)
+    stopped = zygote.python(_IN_A_THREAD, "stopped", *where, **arena.environment())
     wait_for(lambda: stopped.poll() is not None, "the thread to leave")
     assert stopped.poll() == 128 + 15, stopped.communicate()[0]
     assert read_trials(arena.storage_url, arena.name) == []
-    worked = zygote.python(_IN_A_THREAD, "works", *where)
+    worked = zygote.python(_IN_A_THREAD, "works", *where, **arena.environment())
     wait_for(lambda: worked.poll() is not None, "the thread to work")
     assert worked.poll() == 0, worked.communicate()[0]
     assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"]

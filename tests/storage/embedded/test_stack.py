@@ -36,7 +36,6 @@ _UP = """
 import sys, time
 from pathlib import Path
 from hpsearch.search.services import DASHBOARD_COMMAND
-from tests.web import open_url
 from hpsearch.storage.embedded.stack import up
 info = up(Path(sys.argv[1]), dashboard=DASHBOARD_COMMAND, progress=lambda line: print(line, flush=True))
 print(info.tracking_uri, flush=True)
