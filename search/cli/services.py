@@ -33,9 +33,9 @@ def up(
     ] = None,
     home: o.Home = None,
 ) -> None:
-    """Start the embedded Postgres, MLflow and Optuna dashboard, and print links that sign in.
+    """Start the embedded Postgres, MLflow and Optuna dashboard.
 
-    The token in the links is in the file web-token of the home folder.
+    The printed links contain the token with which a browser signs in.
     """
     from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.services import DASHBOARD_COMMAND
@@ -305,13 +305,13 @@ def mlflow(
     from hpsearch.storage.web.token import TOKEN_VARIABLE
 
     require_server_packages()
-    token = _read_web_token(no_auth=no_auth)
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
         raise SearchError(f"environment variable {variable} is not set; set it to MLflow's Postgres URL")
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
+    token = _read_web_token(no_auth=no_auth)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
     environment |= {variable: url, TOKEN_VARIABLE: token or ""}
@@ -353,10 +353,12 @@ def dashboard(
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.registry_watch import serve_dashboard_and_watch
     from hpsearch.storage.embedded.services import require_server_packages
+    from hpsearch.storage.urls import normalise_url
 
     require_server_packages()
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
+    normalise_url(storage_url)
     token = _read_web_token(no_auth=no_auth)
     serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
 

@@ -169,7 +169,9 @@ _POLL = 0.03
 def make_database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
     """Return the URL of a database of an embedded server."""
     # The wheel's Postgres has no TLS; the explicit mode overrides the user's PGSSLMODE.
-    query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
+    # With require_auth, libpq sends no password in clear text to another program that took the port.
+    query = "sslmode=disable&require_auth=scram-sha-256"
+    query += f"&application_name={application_name}" if application_name else ""
     return build_url(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
 
 

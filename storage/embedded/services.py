@@ -18,7 +18,8 @@ from hpsearch.storage.embedded.postgres_account import find_postgres_folder, mak
 from hpsearch.storage.embedded.state import StackState
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.web.token import TOKEN_VARIABLE, load_or_create_token
+from hpsearch.storage.home import HOME_VARIABLE
+from hpsearch.storage.web.token import AUTH_NAME, TOKEN_VARIABLE, load_or_create_token
 
 
 def require_server_packages() -> None:
@@ -231,4 +232,5 @@ class EmbeddedStack:
         env = {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}
         if (token := self._find_token()) is None:
             return [*command, "--no-auth"], env
-        return command, env | {"MLFLOW_TRACKING_TOKEN": token, TOKEN_VARIABLE: token}
+        # MLflow's client finds the token in the home, and sends it only to a process of this user.
+        return command, env | {HOME_VARIABLE: str(self.home), "MLFLOW_TRACKING_AUTH": AUTH_NAME, TOKEN_VARIABLE: token}

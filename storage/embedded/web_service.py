@@ -18,6 +18,7 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
+from hpsearch.storage.web.token import is_own_listener
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted
@@ -68,11 +69,11 @@ class WebService:
 
     def is_healthy(self) -> bool:
         """Return whether the service answers a health request."""
-        if self.record.port is None:
-            return False
+        token = self.token()
+        if self.record.port is None or (token and not is_own_listener(self.record.port)):
+            return False  # another program may have taken the port, and must not receive the token
         server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
         with suppress(OSError, http.client.HTTPException), closing(server) as connection:
-            token = self.token()
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connection.request("GET", self.health_path, headers=headers)
             return connection.getresponse().status == http.client.OK

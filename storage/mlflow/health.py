@@ -68,7 +68,9 @@ def _get(uri: str, path: str) -> Any:
     check_credentials(uri)
     request = urllib.request.Request(uri.rstrip("/") + path)  # noqa: S310 the scheme is checked
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
+    handlers: list[urllib.request.BaseHandler] = []
     if (token := find_token(uri)) is not None:  # an embedded server
+        handlers.append(urllib.request.ProxyHandler({}))  # a proxy must not receive the token
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     elif user or password:
         login = base64.b64encode(f"{user}:{password}".encode()).decode()
@@ -77,7 +79,8 @@ def _get(uri: str, path: str) -> Any:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     authority = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
     context = ssl.create_default_context(cafile=authority) if authority else None
-    return urllib.request.urlopen(request, timeout=5, context=context)  # noqa: S310 as above
+    handlers.append(urllib.request.HTTPSHandler(context=context))
+    return urllib.request.build_opener(*handlers).open(request, timeout=5)
 
 
 def read_server_version(uri: str) -> str | None:

@@ -88,7 +88,7 @@ def check_model_name(name: str) -> None:
     """
     if not name.strip() or len(name) > _MAX_MODEL_NAME or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
-            f"--model {name!r} must have 1 to {_MAX_MODEL_NAME} characters without slash, colon and quote; rename it"
+            f"--model {name!r} must have 1 to {_MAX_MODEL_NAME} characters without / : and quotes; choose another"
         )
 
 

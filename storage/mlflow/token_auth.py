@@ -1,11 +1,12 @@
 """Send the token of the embedded services with the requests of MLflow's client; MLflow loads both classes by plugin.
 
-`TokenAuth` works for all clients of this process, as it sees the address of each request. `TokenHeader` works without
-any setting, for programs that call only MLflow, if MLflow's tracking URI is the address of an embedded server.
+`TokenAuth` needs MLFLOW_TRACKING_AUTH, which hpsearch sets. `TokenHeader` works without any setting, for programs that
+call only MLflow.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpsearch.storage.web.token import AUTH_NAME, find_token
 
 def authorize(request: Any) -> Any:
     """Add the token to a prepared request if its URL is that of an embedded service."""
-    if (token := find_token(request.url)) is not None:
+    if (token := _find_token(request.url)) is not None:
         request.headers["Authorization"] = f"Bearer {token}"
     return request
 
@@ -38,12 +39,29 @@ class TokenHeader(RequestHeaderProvider):  # type: ignore[misc]
     """Provider for clients without settings."""
 
     def in_context(self) -> bool:
-        """Return whether the tracking URI is the address of an embedded server, and `TokenAuth` is not in use."""
+        """Return whether the request is for an embedded server, and `TokenAuth` is not in use."""
         return os.environ.get("MLFLOW_TRACKING_AUTH") != AUTH_NAME and bool(self.request_headers())
 
     def request_headers(self) -> dict[str, str]:
         """Return the header with the token."""
-        import mlflow
-
-        token = find_token(mlflow.get_tracking_uri())
+        token = _find_token(_find_request_url())
         return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def _find_token(url: str) -> str | None:
+    """Return the token for a request to `url`; None if a proxy would receive the request."""
+    from requests.utils import get_environ_proxies
+
+    token = find_token(url)
+    return None if token is None or get_environ_proxies(url) else token
+
+
+def _find_request_url() -> str:
+    """Return the URL of the request whose headers MLflow collects; empty if it is unknown.
+
+    MLflow does not pass the URL to a provider of headers, so it is read from the calling function.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "http_request":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_locals.get("url", ""))

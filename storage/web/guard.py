@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
 
@@ -114,8 +114,8 @@ class Guard:
         return found.value if found else ""
 
     def _redirect(self, request: Request, pairs: list[tuple[str, str]]) -> Reply:
-        # A path with two leading slashes would be the address of another server.
-        target = "/" + request.path.lstrip("/\\") + (f"?{urlencode(pairs)}" if pairs else "")
+        # A path with two leading slashes would be the address of another server; browsers ignore tabs between them.
+        target = quote("/" + request.path.lstrip("/\\\t\r\n ")) + (f"?{urlencode(pairs)}" if pairs else "")
         secure = "; Secure" if request.scheme == "https" else ""
         cookie = f"{self._cookie_name()}={derive(self.token or '', 'cookie')}; Path=/; Max-Age={_COOKIE_SECONDS}"
         headers = [("Location", target), ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict{secure}")]

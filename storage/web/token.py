@@ -62,7 +62,7 @@ def find_token(url: str) -> str | None:
     with suppress(ValueError, StorageError):  # ValueError: an invalid port
         if parts.scheme == "http" and parts.hostname == _LOOPBACK and parts.port is not None:
             for home in find_known_homes():
-                if parts.port in _read_ports(home) and _is_own_listener(parts.port):
+                if parts.port in _read_ports(home) and _was_own_listener(parts.port):
                     return read_token(home)
     return None
 
@@ -96,18 +96,24 @@ def _read_ports(home: Path) -> set[int]:
 
 
 _checked_at: dict[int, float] = {}  # port -> time of the last positive check
-_CHECK_SECONDS = 10.0  # the list of sockets of a busy machine is long
+_CHECK_SECONDS = 2.0  # the list of sockets of a busy machine is long
 
 
-def _is_own_listener(port: int) -> bool:
+def _was_own_listener(port: int) -> bool:
+    """Return whether a process of this user listened on the port at most two seconds ago."""
     if time.monotonic() - _checked_at.get(port, -_CHECK_SECONDS) < _CHECK_SECONDS:
         return True
-    try:
-        sockets = Path("/proc/net/tcp").read_text(encoding="ascii")
-    except OSError:  # not Linux
-        return True
-    found = re.search(_LISTENER.format(port=f"{port:04X}"), sockets)
-    if found is None or int(found[1]) != os.geteuid():
+    if not is_own_listener(port):
         return False
     _checked_at[port] = time.monotonic()
     return True
+
+
+def is_own_listener(port: int) -> bool:
+    """Return whether a process of this user listens on a port of 127.0.0.1; True where this is unknown (not Linux)."""
+    try:
+        sockets = Path("/proc/net/tcp").read_text(encoding="ascii")
+    except OSError:
+        return True
+    found = re.search(_LISTENER.format(port=f"{port:04X}"), sockets)
+    return found is not None and int(found[1]) == os.geteuid()

@@ -200,6 +200,9 @@ class Arena:
     workers: list[Worker] = field(default_factory=list)
     token: str | None = None
 
+    def __post_init__(self) -> None:
+        self.token = find_token(self.tracking_uri)
+
     @property
     def home(self) -> Path:
         return self.folder / "home"

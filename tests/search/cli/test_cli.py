@@ -191,6 +191,7 @@ def test_an_unknown_study_is_an_error(refuse, database_url: str) -> None:
 
 def test_a_port_in_use_is_reported(refuse, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", database_url)
+    monkeypatch.setenv("HPSEARCH_WEB_TOKEN", "secret")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         assert f"--port {port}" in refuse("serve", "mlflow", "--port", port)

@@ -85,7 +85,7 @@ def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
 def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
         with pytest.raises(
-            StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*(only letters|slash|characters|name)"
+            StorageError, match=r"^--(alias 'two words'|model 'a/b'):? .*(only letters|slash|characters|name)"
         ):
             promote(tracked.stored, tracked.tracking, **setting)
     assert tracked.client.search_registered_models(f"name = '{tracked.name}'") == []

@@ -8,21 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 from collections.abc import Iterator
 from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener, urlopen
 
 import mlflow
+import psycopg2
 import pytest
 from sqlalchemy import text
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.web.token import add_token, find_token, read_token
+from hpsearch.storage.embedded.state import ServiceRecord
+from hpsearch.storage.embedded.web_service import WebService
+from hpsearch.storage.web.token import add_token, find_token, is_own_listener, read_token
 from tests.second_user import UID, act_as_second_user, needs_root
 from tests.web import open_url
 
@@ -110,6 +116,9 @@ def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, 
     assert token not in cookie
     assert _request(stack, service, "GET", "/", Cookie=cookie)[0] in {200, 302}
     assert _request(stack, service, "GET", "/", Cookie=cookie[:-1])[0] == 401
+    assert (
+        _request(stack, service, "GET", "/%09/evil.example/?token=", Cookie=cookie)[1]["location"] == "/evil.example/"
+    )
 
 
 @pytest.mark.parametrize("service", ["mlflow", "dashboard"])
@@ -194,6 +203,89 @@ def test_the_token_is_not_sent_to_another_users_server_on_the_port_of_a_stopped_
     (tmp_path / "web-token").write_text("secret")
     (tmp_path / "stack.json").write_text(json.dumps({"mlflow": {"port": foreign_port}, "dashboard": {"port": 1}}))
     assert find_token(f"http://127.0.0.1:{foreign_port}/api") is None
+
+
+_PROXY = """
+import os, sys
+import mlflow
+from hpsearch.storage.embedded.stack import find_running
+from hpsearch.storage.home import prepare_home
+from hpsearch.storage.mlflow.health import check_server
+stack = find_running(prepare_home())
+os.environ |= {"http_proxy": sys.argv[1], "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+check_server(stack.tracking_uri)
+for uri in (stack.tracking_uri, sys.argv[1]):
+    for auth in ("hpsearch", ""):
+        os.environ["MLFLOW_TRACKING_AUTH"] = auth
+        try:
+            mlflow.MlflowClient(uri).search_experiments()
+        except mlflow.exceptions.MlflowException:
+            pass
+"""
+
+
+def test_the_token_goes_neither_to_a_proxy_nor_to_another_server(stack: StackInfo, token: str) -> None:
+    received: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            received.append(str(self.headers))
+            self.send_error(400)
+
+        do_POST = do_GET  # noqa: N815 as http.server names it
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+        environment |= {"HPSEARCH_HOME": str(stack.home), "MLFLOW_TRACKING_URI": stack.tracking_uri}
+        run = [sys.executable, "-W", "ignore", "-c", _PROXY, f"http://127.0.0.1:{server.server_port}"]
+        subprocess.run(run, env=environment, check=True)
+        server.shutdown()
+    assert len(received) >= 4
+    assert not [headers for headers in received if token in headers]
+
+
+@pytest.fixture
+def foreign_postgres() -> Iterator[int]:
+    """Return a port on which a process of another user asks for the password in clear text."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setuid(UID)
+        server = socket.create_server(("127.0.0.1", 0))
+        os.write(writer, f"{server.getsockname()[1]}\n".encode())
+        client, _ = server.accept()
+        client.recv(1000)
+        client.sendall(b"R\0\0\0\x08\0\0\0\x03")  # AuthenticationCleartextPassword
+        signal.pause()
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        yield int(answer.readline())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@needs_root
+def test_no_password_goes_to_another_users_server_on_the_port_of_postgres(foreign_postgres: int) -> None:
+    url = make_database_url("postgres", "secret", foreign_postgres, "postgres")
+    with pytest.raises(psycopg2.OperationalError, match="scram-sha-256"):
+        psycopg2.connect(url.replace("+psycopg2", ""))
+
+
+@needs_root
+def test_a_service_is_not_healthy_on_the_port_of_another_user(tmp_path: Path, foreign_port: int) -> None:
+    """A health request would contain the token."""
+    service = WebService(
+        name="x",
+        health_path="/",
+        command=lambda _: ([], {}),
+        record=ServiceRecord(port=foreign_port),
+        token=lambda: "secret",
+        save_state=lambda: None,
+        home=tmp_path,
+        log=tmp_path / "x.log",
+    )
+    assert not is_own_listener(foreign_port)
+    assert not service.is_healthy()
 
 
 def test_the_token_is_added_only_for_the_addresses_of_the_stack(stack: StackInfo, token: str) -> None:
