@@ -94,25 +94,43 @@ def is_file_reference(reference: str) -> bool:
 
 def locate_source(reference: str) -> Path | None:
     """Return the file that a reference would import, without importing it; None if there is no such file."""
+    return files[-1] if (files := locate_sources(reference)) else None
+
+
+def locate_sources(reference: str) -> list[Path]:
+    """Return the files that a reference would import, without importing them; empty if the last file is missing.
+
+    Before the file of the objective, a module has the `__init__.py` of its packages, because they run first.
+    """
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:
-        return file[0].resolve() if file[0].is_file() else None
-    parts, spec = reference.partition(":")[0].split("."), None
+        return [file[0].resolve()] if file[0].is_file() else []
+    parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
     for number in range(1, len(parts) + 1):
-        folders = None if spec is None else [*(spec.submodule_search_locations or ())]
-        spec = _find_spec(".".join(parts[:number]), folders)
-        if spec is None:
-            return None
-    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+        spec, folders = _find_spec(".".join(parts[:number]), folders)
+        if spec is None and not folders:
+            return []
+        origin = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+        files.append(origin.resolve() if origin is not None and origin.is_file() else None)
+    return [file for file in files if file is not None] if files[-1] is not None else []
 
 
-def _find_spec(name: str, folders: list[str] | None) -> ModuleSpec | None:
-    """Return the spec of a module; unlike `importlib.util.find_spec`, this imports no parent package."""
-    for finder in sys.meta_path:
-        if (spec := finder.find_spec(name, folders)) is not None:
-            return spec
-    return PathFinder.find_spec(name, [str(Path.cwd())]) if folders is None else None
+def _find_spec(name: str, folders: list[str] | None) -> tuple[ModuleSpec | None, list[str]]:
+    """Return the spec of a module and the folders of its submodules.
+
+    Unlike `importlib.util.find_spec`, this imports no parent package.
+    """
+    spec = None
+    try:
+        for finder in sys.meta_path:
+            if (spec := finder.find_spec(name, folders)) is not None:
+                break
+        if spec is None and folders is None:
+            spec = PathFinder.find_spec(name, [str(Path.cwd())])
+        return spec, [] if spec is None else [*(spec.submodule_search_locations or ())]
+    except KeyError:  # a namespace package below a package that is not imported
+        return None, [str(path) for folder in folders or () if (path := Path(folder, name.rpartition(".")[2])).is_dir()]
 
 
 def _find_class(reference: str) -> type[BaseObjective]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.loading import BUILTIN, is_file_reference, locate_source
+from hpsearch.objectives.loading import BUILTIN, is_file_reference, locate_source, locate_sources
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
@@ -17,6 +17,8 @@ from hpsearch.storage.home import prepare_home, resolve_home
 
 _RELATIVE = "its path is not absolute"
 _RESTORED = "the study was restored from a backup"
+_MISSING = "its file is not on this machine"
+_INSTALLED = {"site-packages", "dist-packages"}
 
 _RECORD = "trusted-objectives.json"  # hash by path of the files that the user has named or confirmed
 
@@ -25,21 +27,28 @@ def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_c
     """Check, without importing it, that the code of a study's objective may be imported.
 
     Built-in objectives and files that the user has named or confirmed may be imported. Another file may be imported if
-    it belongs to the user and has the hash of the study's creation.
+    it belongs to the user and has the hash of the study's creation. The packages of a module must belong to the user
+    too, unless they are installed.
 
     Args:
         name: name of the study.
         reference: stored reference of the objective.
         attrs: user attributes of the study.
         allow_changed: whether to accept any file that is at the stored reference. A worker does this, because starting
-            a worker is a request to run the study's code. A restored study still needs a confirmation.
+            a worker is a request to run the study's code. A restored study still needs a confirmation, and a missing
+            file is rejected.
 
     Raises:
         SearchError: the user has to confirm the code.
     """
     reason = find_distrust(reference, attrs)
-    if reason is None or (allow_changed and reason not in (_RESTORED, _RELATIVE)):
+    if reason is None or (allow_changed and reason not in (_RESTORED, _RELATIVE, _MISSING)):
         return
+    if reason == _MISSING:
+        raise SearchError(
+            f"the objective {reference} of study {name!r} is not imported, because {reason}; copy the file to this "
+            "place, or run hpsearch in the folder of its module"
+        )
     raise SearchError(
         f"the objective {reference} of study {name!r} is not imported, because {reason}; if you trust this "
         f"code, confirm it with: {format_command('trust', name)}"
@@ -47,29 +56,28 @@ def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_c
 
 
 def find_distrust(reference: str, attrs: Mapping[str, Any]) -> str | None:
-    """Return why the user has to confirm the code of a study's objective; None if it may be imported.
-
-    A missing file is no reason, because the import reports it.
-    """
+    """Return why the user has to confirm the code of a study's objective; None if it may be imported."""
     if reference in BUILTIN:
         return None
     if is_file_reference(reference) and not reference.startswith("/"):
         return _RELATIVE
-    if (source := locate_source(reference)) is None:
-        return None
-    digest = compute_sha256(source)
-    if _read_record().get(str(source)) == digest:
+    sources = locate_sources(reference)
+    digest = compute_sha256(sources[-1]) if sources else None
+    if sources and _read_record().get(str(sources[-1])) == digest:
         return None
     if attrs.get(RESTORED):
         return _RESTORED
+    if not sources:
+        return _MISSING
     if attrs.get(SOURCE_SHA256) != digest:
         return "its code has changed since the study was created"
-    if not is_file_reference(reference):
-        return None  # an installed package, or a module of the working folder
-    if source.stat().st_uid not in {os.geteuid(), 0}:
-        return "the file belongs to another user"
-    if any((folder / "stack.json").exists() for folder in source.parents):
-        return "the file is in a home folder of hpsearch"
+    for source in sources:
+        if not is_file_reference(reference) and _INSTALLED.intersection(source.parts):
+            continue
+        if source.stat().st_uid not in {os.geteuid(), 0}:
+            return "the file belongs to another user"
+        if any((folder / "stack.json").exists() for folder in source.parents):
+            return "the file is in a home folder of hpsearch"
     return None
 
 

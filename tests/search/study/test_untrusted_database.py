@@ -19,8 +19,9 @@ from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.cleanup import find_garbage
-from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RUN_ID, SOURCE_SHA256, SPEC, TRACKING_URI
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.trust import check_source
+from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RESTORED, RUN_ID, SOURCE_SHA256, SPEC, TRACKING_URI
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.mlflow import credentials
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -344,3 +345,54 @@ def test_locating_an_objective_imports_nothing(reference: str, monkeypatch: pyte
     found = locate_source(reference)
     assert set(sys.modules) == before
     assert (found is None) == (reference == "no.such:Module")
+
+
+@pytest.fixture
+def package(code: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the module `outer.inner.wine`, of which `outer.inner` has no `__init__.py`, in the working folder."""
+    path = code.parent / "outer" / "inner" / "wine.py"
+    path.parent.mkdir(parents=True)
+    code.rename(path)
+    (path.parents[1] / "__init__.py").write_text("import pathlib\npathlib.Path(__file__ + '.imported').touch()\n")
+    monkeypatch.chdir(code.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return path
+
+
+def make_study_of_module(storage: PostgresStorage, path: Path, **attrs: Any) -> StoredStudy:
+    spec = {**spec_of(name="none").model_dump(), "objective": "outer.inner.wine:Wine", "metric": "accuracy"}
+    make_study(storage, **{SPEC: spec, SOURCE_SHA256: compute_sha256(path), **attrs})
+    return load_study(storage, "s")
+
+
+@pytest.mark.usefixtures("home")
+def test_an_own_module_of_the_working_folder_is_imported(storage: PostgresStorage, package: Path) -> None:
+    study = make_study_of_module(storage, package)
+    assert locate_source(study.spec.objective) == package
+    assert "outer" not in sys.modules
+    check_source("s", study.spec.objective, study.attrs)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("foreign", ["wine.py", "__init__.py"])
+def test_a_module_of_another_user_is_not_imported(storage: PostgresStorage, package: Path, foreign: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("takes root to create a file of another user")
+    path = next(package.parents[1].rglob(foreign))
+    os.chown(path, pwd.getpwnam("nobody").pw_uid, -1)
+    with pytest.raises(SearchError, match="because the file belongs to another user"):
+        make_study_of_module(storage, package).objective()
+    assert not list(package.parents[1].rglob("*imported"))
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(("attrs", "reason"), [({}, "not on this machine"), ({RESTORED: True}, "restored from a back")])
+def test_a_module_that_is_not_located_is_not_imported(
+    storage: PostgresStorage, package: Path, attrs: dict[str, Any], reason: str
+) -> None:
+    study = make_study_of_module(storage, package, **attrs)
+    package.unlink()
+    for allow_changed in (False, True):  # commands and workers
+        with pytest.raises(SearchError, match=reason):
+            study.objective(allow_changed=allow_changed)
+    assert not list(package.parents[1].rglob("*imported"))
