@@ -29,6 +29,7 @@ from hpsearch.search.tracking.trial_run import model_record, run_params, write_m
 from hpsearch.storage.attributes import PENDING, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.mlflow.client import Tracking, sanitize_name
 from hpsearch.storage.mlflow.health import describe_error, mlflow_request
+from hpsearch.storage.mlflow.locations import check_id
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
@@ -62,7 +63,7 @@ class BestWeights:
         if removed := self.trial.user_attrs.get(REMOVED_BY):
             raise SearchError(f"the weights of trial {number} were deleted ({removed}); {self.error_end}")
         try:
-            return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
+            return Path(tracking.client.download_artifacts(check_id(str(run_id)), "checkpoints/best.pt", str(folder)))
         except Exception as error:  # MLflow's client raises errors of its transport
             send = format_command("sync", name)
             raise SearchError(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from optuna.artifacts.exceptions import ArtifactNotFound
 
 from hpsearch.storage.mlflow.client import EXPERIMENT_NAME, Tracking
+from hpsearch.storage.mlflow.locations import check_location
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -110,7 +111,7 @@ def write_probe(tracking: Tracking) -> str:
     experiment, which uses the same kind of location.
 
     Raises:
-        StorageError: the experiment was deleted.
+        StorageError: the experiment was deleted, or its location is rejected.
         Exception: an error of MLflow's client, or of the client of the artifact store.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -118,6 +119,7 @@ def write_probe(tracking: Tracking) -> str:
     has_experiment = tracking.client.get_experiment_by_name(EXPERIMENT_NAME) is not None
     experiment = tracking.client.get_experiment(tracking.experiment_id if has_experiment else _DEFAULT_EXPERIMENT_ID)
     location = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
+    check_location(location, tracking.uri)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "probe.txt"
         file.write_text("hpsearch")
@@ -129,4 +131,5 @@ def remove_probe(tracking: Tracking, location: str) -> None:
     """Remove the artifact that `write_probe` wrote, at the location that it returned."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
+    check_location(location, tracking.uri)
     get_artifact_repository(location, tracking_uri=tracking.uri).delete_artifacts()

@@ -30,13 +30,18 @@ def allow_credentials(uri: str) -> None:
     _configured.add(_normalize(uri))
 
 
+def is_configured(uri: str) -> bool:
+    """Return whether the user has configured the address of a tracking server."""
+    return _normalize(uri) in _configured
+
+
 def check_credentials(uri: str) -> None:
     """Check that this process may send its credentials, if it has any, to a tracking server.
 
     Raises:
         CredentialsWithheldError: the process has credentials, and the user has not configured this address.
     """
-    if _normalize(uri) not in _configured and (source := _find_credentials()) is not None:
+    if not is_configured(uri) and (source := _find_credentials()) is not None:
         raise CredentialsWithheldError(
             f"tracking server {uri} is named only by the study, so the credentials in {source} are not sent to it; "
             f"to send them, set --tracking-uri {uri} or HPSEARCH_TRACKING_URI"

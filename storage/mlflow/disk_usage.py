@@ -9,6 +9,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, list_model_ids
 from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
+from hpsearch.storage.mlflow.locations import check_id, check_removable
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -82,7 +83,8 @@ class RunStorage:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         # If `path` is None, the whole location is deleted, so the location must belong to this run or model only.
-        if owner_id not in location.split("/"):
+        check_removable(location, self._tracking.uri)
+        if check_id(owner_id) not in location.split("/"):
             raise StorageError(f"artifact location {location} does not contain the id {owner_id}; nothing is removed")
         get_artifact_repository(location, tracking_uri=self._tracking.uri).delete_artifacts(path)
 

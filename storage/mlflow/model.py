@@ -11,6 +11,7 @@ from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, list_model_ids, make_metrics
+from hpsearch.storage.mlflow.locations import check_id
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def download_model(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
     """Download all files of a logged model to a new folder in `folder`, and return the new folder."""
     from mlflow.artifacts import download_artifacts
 
-    target = folder / model_id
+    target = folder / check_id(model_id)
     target.mkdir()
     download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(target), tracking_uri=tracking_uri)
     (target / "registered_model_meta").unlink(missing_ok=True)  # MLflow's client adds this file to the download

@@ -1,0 +1,88 @@
+"""Which artifact locations of a tracking server may be used, because a server can name any folder of this machine.
+
+The address of the server may come from a study, and every worker's database role can write it. MLflow's client reads
+and writes the location of a run itself if the location is a path or a `file:` URL.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.credentials import is_configured
+
+_REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
+_PROXIED = ("mlflow-artifacts", "http", "https")
+_ID = re.compile(r"(m-)?[0-9a-f]{32}")
+
+_unconfigured: set[str] = set()
+
+
+class LocationRejectedError(StorageError):
+    """Artifact location that the tracking server must not name."""
+
+
+def check_id(owner_id: str) -> str:
+    """Return the id of a run or a logged model, which becomes a part of paths.
+
+    Raises:
+        LocationRejectedError: the id has another format than MLflow's.
+    """
+    if not _ID.fullmatch(owner_id):
+        raise LocationRejectedError(f"{owner_id!r} is not the id of an MLflow run or model; check the tracking server")
+    return owner_id
+
+
+def check_removable(location: str, uri: str) -> None:
+    """Check that files may be deleted at a location, which must not be a folder of this machine.
+
+    Args:
+        location: the artifact location that the tracking server returned.
+        uri: the address of the tracking server.
+
+    Raises:
+        LocationRejectedError: the location is a local folder, or on another server.
+    """
+    parts = urlsplit(location)
+    is_allowed = parts.scheme in _REMOTE or (
+        parts.scheme in _PROXIED and parts.hostname in {None, urlsplit(uri).hostname}
+    )
+    if not is_allowed or ".." in location.split("/"):
+        raise LocationRejectedError(
+            f"artifact location {location} of {uri} is not a remote store, so it is not used; "
+            "start the MLflow server with --artifacts-destination"
+        )
+
+
+def check_location(location: str, uri: str) -> None:
+    """Check that files may be read and written at a location; a configured server may name local folders.
+
+    Raises:
+        LocationRejectedError: the user has not configured the server, and the location is local or on another server.
+    """
+    if not is_configured(uri):
+        check_removable(location, uri)
+
+
+def restrict_local_locations(uri: str) -> None:
+    """Let MLflow's client of a tracking server check the locations of runs and models; see `check_location`."""
+    from mlflow.store.artifact import artifact_repository_registry as registry
+
+    if not _unconfigured:
+        for scheme, create in registry.get_registered_artifact_repositories().items():
+            if scheme not in (*_REMOTE, "runs", "models"):
+                registry._artifact_repository_registry.register(scheme, _check_before(create))
+    _unconfigured.add(uri.rstrip("/"))
+
+
+def _check_before(create: Any) -> Any:
+    """Return a factory of artifact repositories that checks the location, if a restricted server named it."""
+
+    def create_checked(artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> Any:
+        if tracking_uri is not None and (uri := tracking_uri.rstrip("/")) in _unconfigured:
+            check_location(artifact_uri, uri)
+        return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)
+
+    return create_checked

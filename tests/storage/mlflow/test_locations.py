@@ -1,0 +1,113 @@
+"""Artifact locations that a tracking server of an attacker names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow import credentials
+from hpsearch.storage.mlflow.artifacts import write_probe
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.disk_usage import RunDiskUsage, RunStorage
+from hpsearch.storage.mlflow.locations import check_location, check_removable
+from hpsearch.storage.mlflow.model import download_model
+
+URI = "http://127.0.0.1:9"  # no server
+RUN, MODEL = "0" * 32, "m-" + "0" * 32
+
+
+@pytest.fixture(params=[False, True], ids=["from the study", "configured"])
+def is_configured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(credentials, "_configured", {URI} if request.param else set[str]())
+    return bool(request.param)
+
+
+@pytest.fixture
+def tracking(is_configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    tracking, location = Tracking(URI), str(tmp_path / RUN)
+    run = SimpleNamespace(info=SimpleNamespace(artifact_uri=location))
+    answers: dict[str, Any] = {
+        "get_run": run,
+        "get_experiment_by_name": None,
+        "get_experiment": SimpleNamespace(artifact_location=location),
+        "set_tag": None,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(tracking.client, name, lambda *_, answer=answer: answer)
+    return tracking
+
+
+def test_local_files_are_never_removed(tracking: Tracking, tmp_path: Path) -> None:
+    kept = tmp_path / RUN / "checkpoints" / "mine"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    with pytest.raises(StorageError, match=f"artifact location {tmp_path}.* is not a remote store"):
+        RunStorage(tracking).remove(RunDiskUsage(RUN, None, 0, 4))
+    assert kept.exists()
+
+
+def test_the_probe_is_written_to_local_folders_of_configured_servers_only(
+    tracking: Tracking, is_configured: bool, tmp_path: Path
+) -> None:
+    if is_configured:
+        assert Path(write_probe(tracking)).is_dir()
+        return
+    with pytest.raises(StorageError, match="is not a remote store"):
+        write_probe(tracking)
+    assert not (tmp_path / RUN).exists()
+
+
+def test_artifacts_are_not_written_to_local_folders(
+    tracking: Tracking, is_configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's client itself selects the location."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    file = tmp_path / "file"
+    file.write_text("x")
+    if is_configured:
+        get_artifact_repository(f"{tmp_path}/out", tracking_uri=tracking.uri).log_artifact(str(file))
+        return
+    for location in (f"{tmp_path}/out", f"file://{tmp_path}/out", f"FILE:{tmp_path}/out"):
+        with pytest.raises(StorageError, match="is not a remote store"):
+            get_artifact_repository(location, tracking_uri=f"{tracking.uri}/")
+    get_artifact_repository(f"{tmp_path}/own", tracking_uri=str(tmp_path)).log_artifact(str(file))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("location", "is_allowed"),
+    [
+        ("mlflow-artifacts:/1/a", True),
+        ("mlflow-artifacts://127.0.0.1:9/1/a", True),
+        ("http://127.0.0.1:9/a", True),
+        ("s3://bucket/a", True),
+        ("abfss://c@account/a", True),
+        ("mlflow-artifacts://elsewhere/a", False),
+        ("https://elsewhere/a", False),
+        ("file:///a", False),
+        ("/a", False),
+        ("a", False),
+        ("models:/m-1", False),
+        ("mlflow-artifacts:/1/../a", False),
+    ],
+)
+@pytest.mark.usefixtures("is_configured")
+def test_locations(location: str, *, is_allowed: bool) -> None:
+    checks = [check_removable] if credentials.is_configured(URI) else [check_removable, check_location]
+    for check in checks:
+        if is_allowed:
+            check(location, URI)
+            continue
+        with pytest.raises(StorageError, match="is not a remote store"):
+            check(location, URI)
+
+
+@pytest.mark.parametrize("model_id", ["../m-1", "/etc", "..", MODEL + "/..", MODEL.upper()])
+def test_ids_with_other_characters_are_rejected(model_id: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is not the id of an MLflow run or model"):
+        download_model(model_id, tmp_path, tracking_uri=URI)
