@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -163,7 +164,8 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ObjectiveError(f"file {format_path(path)} does not exist; create it with `hpsearch init {path.name}`")
+        create = f"hpsearch init {shlex.quote(path.name)}"
+        raise ObjectiveError(f"file {format_path(path)} does not exist; create it with: {create}")
     path = path.resolve()
     with _wrap_import_errors(path):
         content = path.read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -156,7 +157,10 @@ def train(
         echo(f"hpsearch: {error}", err=True)
         return 1
     except KeyboardInterrupt:
-        echo(f"hpsearch: training stopped; repeat the command with --run-dir {folder} to resume it", err=True)
+        echo(
+            f"hpsearch: training stopped; repeat the command with --run-dir {shlex.quote(str(folder))} to resume it",
+            err=True,
+        )
         return EXIT_INTERRUPTED
     _print_result(found, result, folder, test=test)
     return 0

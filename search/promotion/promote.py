@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,7 +200,7 @@ def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasibl
         metric = list(study.spec.direction_by_metric)[-1]
         raise SearchError(
             f"the Pareto front of study {study.spec.name!r} has {len(front)} trials ({', '.join(map(str, front))}); "
-            f"choose one with --trial, or with a preference such as --prefer {metric}"
+            f"choose one with --trial, or with a preference such as --prefer {shlex.quote(metric)}"
         )
     return front[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 from pathlib import Path, PurePosixPath
 
@@ -71,7 +72,7 @@ def open_removable_checkpoints(study: StoredStudy, home: Path, url: str | None) 
     if stored is not None and not any(is_below(stored, root) for root in (url, default) if root):
         raise SearchError(
             f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database "
-            f"names; to remove them, add --checkpoint-url {stored}"
+            f"names; to remove them, add --checkpoint-url {shlex.quote(stored)}"
         )
     return open_checkpoints(study, home, stored or url)
 

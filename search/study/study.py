@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -329,10 +330,10 @@ def check_release(study: StoredStudy) -> None:
         SearchError: the series differ.
     """
     made, installed = study.attrs.get(VERSION), version("hpsearch")
-    if made is not None and _get_series(made) != _get_series(installed):
+    if made is not None and _get_series(str(made)) != _get_series(installed):
         raise SearchError(
             f"study {study.spec.name!r} was created by hpsearch {made}, whose results may differ from those of "
-            f"{installed}; install hpsearch {made} on this machine"
+            f"{installed}; install hpsearch {shlex.quote(str(made))} on this machine"
         )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,7 +247,7 @@ class ArchiveReader:
         if format_version > ARCHIVE_FORMAT:
             raise StorageError(
                 f"{str(self._path)!r} has backup format {format_version}, and this hpsearch reads formats up to "
-                f"{ARCHIVE_FORMAT}; install hpsearch {made_by} or newer"
+                f"{ARCHIVE_FORMAT}; install hpsearch {shlex.quote(str(made_by))} or newer"
             )
         with self._convert_errors():
             manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})

@@ -10,6 +10,7 @@ import getpass
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -118,10 +119,8 @@ class Tracking:
                 if found is None:
                     raise
         if found.lifecycle_stage == "deleted":
-            raise StorageError(
-                f"MLflow experiment {name!r} is deleted; restore it in the MLflow UI or with "
-                f"'mlflow experiments restore --experiment-id {found.experiment_id}'"
-            )
+            restore = f"mlflow experiments restore --experiment-id {shlex.quote(found.experiment_id)}"
+            raise StorageError(f"MLflow experiment {name!r} is deleted; restore it in the MLflow UI or with: {restore}")
         return str(found.experiment_id)
 
     def run_url(self, run_id: str) -> str:

@@ -8,6 +8,7 @@ has no credentials.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
@@ -44,7 +45,7 @@ def check_credentials(uri: str) -> None:
     if not is_configured(uri) and (source := _find_credentials()) is not None:
         raise CredentialsWithheldError(
             f"tracking server {uri} is named only by the study, so the credentials in {source} are not sent to it; "
-            f"to send them, set --tracking-uri {uri} or HPSEARCH_TRACKING_URI"
+            f"to send them, set --tracking-uri {shlex.quote(uri)} or HPSEARCH_TRACKING_URI"
         )
 
 

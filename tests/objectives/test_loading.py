@@ -126,7 +126,7 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
-        ("nowhere.py", "file nowhere.py does not exist; create it with `hpsearch init nowhere.py`"),
+        ("nowhere.py", "file nowhere.py does not exist; create it with: hpsearch init nowhere.py"),
         ("some/nowhere.py:Mine", "file some/nowhere.py does not exist"),
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),

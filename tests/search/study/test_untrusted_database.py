@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any
 import optuna
 import pytest
 
-from hpsearch.objectives.loading import locate_source
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.loading import load_objective, locate_source
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
@@ -100,6 +102,36 @@ def test_delete_removes_checkpoints_only_below_configured_addresses(
     assert run_command(["delete", "s", "--yes", "--checkpoint-url", str(root)]) == 0
     assert not victim.exists()
     assert home.exists()
+
+
+HOSTILE = "http://127.0.0.1:1/$(touch evil);`touch evil`"
+
+
+def copy_option(text: str, option: str) -> str:
+    """Return the value of an option in a printed command, as a shell reads it."""
+    return shlex.split(text.partition(f"{option} ")[2])[0]
+
+
+@pytest.mark.parametrize("url", ["/srv/x; touch evil", "s3://bucket/$(touch evil)", "/srv/'`touch evil`"])
+def test_a_stored_checkpoint_address_is_quoted_in_the_remedy(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}", CHECKPOINT_URL: url})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert copy_option(read_error(capsys), "add --checkpoint-url") == url
+
+
+def test_a_stored_address_of_mlflow_is_quoted_in_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "geheim")
+    with pytest.raises(credentials.CredentialsWithheldError) as raised:
+        credentials.check_credentials(HOSTILE)
+    assert copy_option(str(raised.value), "set --tracking-uri") == HOSTILE
+
+
+def test_a_stored_objective_file_is_quoted_in_the_remedy() -> None:
+    with pytest.raises(ObjectiveError) as raised:
+        load_objective("/srv/$(touch evil).py:A")
+    assert copy_option(str(raised.value), "hpsearch init") == "$(touch evil).py"
 
 
 def test_gc_removes_checkpoints_only_below_configured_addresses(
