@@ -6,31 +6,47 @@ import re
 
 HIDDEN = "***"
 
-_WORDS = "passwords?|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|signature|credentials?"
+_KEYS = "(?:api|access|private|secret)[_-]?key"
+_WORDS = f"passwords?|passwd|passphrase|secret|token|{_KEYS}|signature|credentials?"
 # A text that begins with a URL is one URL, so that everything up to its last @ belongs to the password.
 _URL = re.compile(r"\s*[A-Za-z][\w+.-]*://")
 _PASSWORD_OF_URL = re.compile(r"(://[^:/@?]*):.*@", re.DOTALL)
-_PASSWORD_IN_TEXT = re.compile(r"(://[^:/@?\s]*):(?:\S*@|(?!\d+(?:[^\w@%]|$))[^\n]*@)")
+_PASSWORD_IN_TEXT = re.compile(r"(://[^:/@?\s]*):(?:\S{0,4096}@|(?!\d+(?:[^\w@%]|$))[^\n]{0,4096}@)")
+# Without a password, or with GitHub's constant, the user name of an HTTP address is a token. Other schemes have names.
+_USER_OF_URL = re.compile(r"(\bhttps?://)[^:/@?#\s'\"]+(?::(?:x-oauth-basic)?)?@", re.IGNORECASE)
 _PARAMETER_OF_URL = re.compile(rf"([?&][\w.-]*(?:{_WORDS})=)[^&]*", re.IGNORECASE)
 _PARAMETER = re.compile(rf"([?&;](?:[\w.-]*(?:{_WORDS})|sig|key|auth)=)[^&\s'\"]+", re.IGNORECASE)
 _VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\";&|]+)"
 # Variables are in capitals, so that Python arguments such as `pad_token=pad` are kept.
-_VARIABLE = re.compile(rf"(?<![\w?&-])((?:[A-Z0-9_]*_|PG)?(?:{_WORDS.upper().replace('[_-]', '_')})=){_VALUE}")
+_VARIABLES = rf"(?:[A-Z0-9_]*_|PG)?(?:{_WORDS.upper().replace('[_-]', '_')})|[A-Z0-9_]*_(?:PAT|PASS|PWD)"
+_VARIABLE = re.compile(rf"(?<![\w?&-])((?:{_VARIABLES})=){_VALUE}")
 _OPTION = re.compile(rf"(?<!\S)(--?(?:[\w-]+-)?(?:{_WORDS})(?:=|\s+))(?!-){_VALUE}", re.IGNORECASE)
 _KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password=){_VALUE}")  # of libpq
 _HEADER = re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|token)\s+)[^\s'\"]+", re.IGNORECASE)
+# Entries of JSON, YAML and dictionaries. Prose also has `token:` and `secret:`, so these names count only in quotes, or
+# at the start of a line.
+_PASSWORDS = r"[\w.-]*(?:password|passwd|passphrase)"
+_SECRETS = rf"(?:{_PASSWORDS}|[\w.-]*(?:secret|token|{_KEYS}))"
+_NO_TYPE = r"(?!(?:str|bytes|int|float|bool|None|null|true|false|Any|(?:\w+\.)*(?:Tensor|SecretStr))(?!\w))"
+_ENTRY = re.compile(
+    rf"((?:(?<![\w.-]){_PASSWORDS}|(\\?['\"]){_SECRETS}\2)[ \t]*:[ \t]*)"
+    rf"(?:[bfru]?(\\?['\"])(?:(?!\3)(?:\\.|[^\n]))*(?:\3|$)|{_NO_TYPE}[^\s'\"]*[^\s'\",}}\])])",
+    re.IGNORECASE | re.MULTILINE,
+)
+_LINE = re.compile(rf"^([ \t+-]*{_SECRETS}[ \t]*:[ \t]+){_NO_TYPE}[^\s'\"].*$", re.IGNORECASE | re.MULTILINE)
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL)
 
 
 def redact(text: str) -> str:
     """Return a text without secrets: a URL, a command, or another text that contains these.
 
-    Passwords in URLs, query parameters and options such as ``token=``, assignments of variables such as ``API_KEY=``,
-    headers for authorization and private keys are replaced.
+    Passwords and tokens in URLs, query parameters and options such as ``token=``, assignments of variables such as
+    ``API_KEY=``, entries such as ``password: X``, headers for authorization and private keys are replaced.
     """
+    text = _USER_OF_URL.sub(rf"\1{HIDDEN}@", text)
     if _URL.match(text):
         text = _PARAMETER_OF_URL.sub(rf"\1{HIDDEN}", _PASSWORD_OF_URL.sub(rf"\1:{HIDDEN}@", text))
     text = _PASSWORD_IN_TEXT.sub(rf"\1:{HIDDEN}@", text)
-    for pattern in (_PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER):
+    for pattern in (_PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _LINE, _ENTRY):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PRIVATE_KEY.sub(rf"\1{HIDDEN}", text)
