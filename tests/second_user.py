@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,10 +25,7 @@ def act_as_second_user(act: Callable[[], Any]) -> Any:
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            os.setgroups([])
-            os.setgid(UID)
-            os.setuid(UID)
-            os.chdir("/")
+            _become_second_user()
             os.write(writer, json.dumps(act()).encode())
         finally:
             os._exit(0)
@@ -35,3 +35,37 @@ def act_as_second_user(act: Callable[[], Any]) -> Any:
     os.waitpid(pid, 0)
     assert text, "the function failed as the second user"
     return json.loads(text)
+
+
+@contextmanager
+def listen_as_second_user(serve: Callable[[socket.socket], None] | None = None) -> Iterator[int]:
+    """Listen in a forked process of the second user, and yield the port on 127.0.0.1.
+
+    Args:
+        serve: function that answers the first client; None answers nobody.
+    """
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            _become_second_user()
+            server = socket.create_server(("127.0.0.1", 0))
+            os.write(writer, f"{server.getsockname()[1]}\n".encode())
+            if serve is not None:
+                serve(server.accept()[0])
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as answer:
+            yield int(answer.readline())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _become_second_user() -> None:
+    os.setgroups([])
+    os.setgid(UID)
+    os.setuid(UID)
+    os.chdir("/")

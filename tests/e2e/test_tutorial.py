@@ -20,10 +20,10 @@ TUTORIAL, README = ROOT / "docs" / "tutorial.md", ROOT / "README.md"
 ELSEWHERE = {
     "./hpsearch run digits": (
         "tests/e2e/test_search.py::test_the_budget_is_spent_exactly",
-        "tests/test_wrapper.py::test_the_first_call_installs_and_later_calls_only_run",
+        "tests/wrapper/test_wrapper.py::test_the_first_call_installs_and_later_calls_only_run",
     ),
     "./hpsearch test": (
-        "tests/test_wrapper.py::test_extras_are_installed_for_their_commands_and_a_moved_clone_reinstalls",
+        "tests/wrapper/test_wrapper.py::test_extras_are_installed_for_their_commands_and_a_moved_clone_reinstalls",
     ),
     "./hpsearch down": (
         "tests/storage/embedded/test_stack.py::test_down_stops_all_services_also_without_the_state_file",

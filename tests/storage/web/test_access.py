@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.web.token import add_token, find_token, is_own_listener, read_token
-from tests.second_user import UID, act_as_second_user, needs_root
+from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
 from tests.web import open_url
 
 # Each is (service, method, path, body): what a program without the token may try.
@@ -183,16 +182,8 @@ def test_another_user_of_this_machine_finds_the_port_and_is_rejected(stack: Stac
 @pytest.fixture
 def foreign_port() -> Iterator[int]:
     """Return a port on which a process of another user listens."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.setuid(UID)
-        server = socket.create_server(("127.0.0.1", 0))
-        os.write(writer, f"{server.getsockname()[1]}\n".encode())
-        signal.pause()
-    with os.fdopen(reader) as answer:
-        yield int(answer.readline())
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    with listen_as_second_user() as port:
+        yield port
 
 
 @needs_root
@@ -245,30 +236,16 @@ def test_the_token_goes_neither_to_a_proxy_nor_to_another_server(stack: StackInf
     assert not [headers for headers in received if token in headers]
 
 
-@pytest.fixture
-def foreign_postgres() -> Iterator[int]:
-    """Return a port on which a process of another user asks for the password in clear text."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.setuid(UID)
-        server = socket.create_server(("127.0.0.1", 0))
-        os.write(writer, f"{server.getsockname()[1]}\n".encode())
-        client, _ = server.accept()
+@needs_root
+def test_no_password_goes_to_another_users_server_on_the_port_of_postgres() -> None:
+    def ask_for_password(client: socket.socket) -> None:
         client.recv(1000)
         client.sendall(b"R\0\0\0\x08\0\0\0\x03")  # AuthenticationCleartextPassword
-        signal.pause()
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        yield int(answer.readline())
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
-
-@needs_root
-def test_no_password_goes_to_another_users_server_on_the_port_of_postgres(foreign_postgres: int) -> None:
-    url = make_database_url("postgres", "secret", foreign_postgres, "postgres")
-    with pytest.raises(psycopg2.OperationalError, match="scram-sha-256"):
-        psycopg2.connect(url.replace("+psycopg2", ""))
+    with listen_as_second_user(ask_for_password) as port:
+        url = make_database_url("postgres", "secret", port, "postgres")
+        with pytest.raises(psycopg2.OperationalError, match="scram-sha-256"):
+            psycopg2.connect(url.replace("+psycopg2", ""))
 
 
 @needs_root
@@ -338,6 +315,25 @@ def test_no_auth_needs_no_token_until_auth_is_chosen_again(own_home: Path, capsy
     stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=True)
     assert _request(stack, "mlflow", "GET", "/version")[0] == 401
     assert _request(stack, "dashboard", "GET", "/api/meta")[0] == 401
+
+
+def test_a_new_token_replaces_the_old_one(own_home: Path) -> None:
+    """The way that the documentation describes: delete the file, then `down` and `up`."""
+    from hpsearch.search.services import DASHBOARD_COMMAND
+
+    stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=True)
+    old = read_token(own_home)
+    _, headers = _request(stack, "mlflow", "GET", f"/?token={old}")
+    (own_home / "web-token").unlink()
+    embedded.down(own_home)
+    stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND)
+    new = read_token(own_home)
+    assert new
+    assert new != old
+    for service, path in (("mlflow", "/version"), ("dashboard", "/api/meta")):
+        assert _request(stack, service, "GET", path, Authorization=f"Bearer {old}")[0] == 401
+        assert _request(stack, service, "GET", path, Cookie=headers["set-cookie"].split("; ")[0])[0] == 401
+        assert _request(stack, service, "GET", path, Authorization=f"Bearer {new}")[0] == 200
 
 
 def test_the_token_is_in_no_command_line_log_or_study(stack: StackInfo, token: str) -> None:

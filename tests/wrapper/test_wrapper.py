@@ -1,29 +1,23 @@
 """The wrapper ./hpsearch with the real uv and pip, in small clones that install quickly."""
 
 import ast
-import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
-PYTHON = os.path.realpath(sys.executable)  # not that of the virtual environment, because the wrapper creates one
+from tests.wrapper.clone import PYTHON, REPOSITORY, Clone, change, make_wheel, pin, there
+
 PUBLIC_PYTHON = shutil.which("python3.11", path="/usr/local/bin:/usr/bin")
-CONSTRAINTS = ("constraints.txt", "constraints-torch.txt")
 UNPRIVILEGED = 65534  # the user `nobody`
 OTHER_USER: dict[str, Any] = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": [], "cwd": "/"}
 
@@ -31,71 +25,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("wrapper"),
 ]  # one pytest process runs the tests of the shared clone
-
-
-class Clone:
-    """A clone of the tiny project with the real wrapper, and the environment of its calls."""
-
-    def __init__(self, root: Path, python: str = PYTHON) -> None:
-        shutil.copytree(REPOSITORY / "tests" / "wrapper_clone", root, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(REPOSITORY / "hpsearch", root)
-        (root / "constraints.txt").write_text("")
-        (root / "constraints-torch.txt").write_text("# torch==2.13.0\n")
-        self.root, self.venv, self.python = root, root / ".venv", python
-        tools = root.parent / "tools"
-        tools.mkdir(exist_ok=True)
-        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        assert uv, "uv belongs to the test extra"
-        shutil.copy(uv, tools)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
-        self.environment = {
-            **kept,
-            "PATH": f"{tools}{os.pathsep}/usr/bin{os.pathsep}/bin",
-            "PIP_CONFIG_FILE": os.devnull,
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-
-    def command(self, *arguments: str) -> list[str]:
-        return [self.python, str(self.root / "hpsearch"), *arguments]
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(self.command(*arguments), env=self.environment, stdout=pipe, stderr=pipe, text=True)
-
-    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*arguments), env=self.environment, capture_output=True, text=True, check=False, **options
-        )
-
-    def require(self, *wheels: Path) -> None:
-        """Make the project depend on these wheels, with their hashes in the constraints."""
-        path = self.root / "pyproject.toml"
-        names = [wheel.name.split("-")[0] for wheel in wheels]
-        path.write_text(
-            re.sub(r"^dependencies = .*", f"dependencies = {json.dumps(names)}", path.read_text(), flags=re.M)
-        )
-        for wheel in wheels:
-            change(self.root / CONSTRAINTS[wheel.name.startswith("torch-")], pin(wheel))
-
-    def builds(self) -> int:
-        path = self.root / "builds"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def lock_is_free(self) -> bool:
-        with (self.venv / "hpsearch.lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
-
-    def site_packages(self) -> Path:
-        return Path(sysconfig.get_path("purelib", vars={"base": str(self.venv)}))
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Clone:
-    return Clone(tmp_path / "a clone")
 
 
 @pytest.fixture(scope="module")
@@ -118,24 +47,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "this never came about"
         time.sleep(0.02)
-
-
-def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") -> Path:
-    """Build a wheel with one module in ``folder``, where only a configured installer finds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{name}.py", f"VALUE = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    return path
-
-
-def pin(wheel: Path) -> str:
-    name, version, *_ = wheel.name.split("-")
-    return f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
 
 
 def test_the_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
@@ -281,11 +192,6 @@ def test_uv_uses_the_pip_configuration_and_reinstalls_after_a_change(clone: Clon
     assert clone.builds() == 3
 
 
-def change(path: Path, text: str = "# changed\n") -> None:
-    with path.open("a") as file:
-        file.write(text)
-
-
 @pytest.mark.soak  # another whole installation
 def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "tools" / "uv").unlink()
@@ -311,110 +217,6 @@ def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None
     assert "keep their versions" in refused.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
-def test_a_package_that_was_replaced_on_its_index_is_not_installed(
-    clone: Clone, tmp_path: Path, installer: str
-) -> None:
-    """An attacker controls the index: other contents under the pinned version, or an additional dependency."""
-    folder = tmp_path / "wheels"
-    if installer == "pip":
-        (tmp_path / "tools" / "uv").unlink()
-    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
-    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
-    for name, version in (("torch", "2.13.0"), ("honest", "1.0")):
-        kept = (folder / f"{name}-{version}-py3-none-any.whl").read_bytes()
-        replaced = make_wheel(folder, name, version, "Requires-Dist: evil\n")
-        make_wheel(folder, "evil")
-        refused = clone.run("x")
-        assert refused.returncode in (1, 2), refused.stderr
-        assert re.search("hash", refused.stderr, re.IGNORECASE)
-        assert not there(clone) & {f"{name}-{version}", "evil-1.0"}
-        replaced.write_bytes(kept)
-    assert clone.run("x").returncode == 0
-    assert {"torch-2.13.0", "honest-1.0"} <= there(clone)
-
-
-@pytest.mark.parametrize("name", ["torch", "uv"])
-def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) -> None:
-    """Without uv on PATH, the wrapper downloads the pinned one, and never runs another."""
-    (tmp_path / "tools" / "uv").unlink()
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    change(clone.root / "constraints.txt", pin(make_wheel(folder, "uv", "0.13.8")))
-    if name == "uv":
-        make_wheel(folder, "uv", "0.13.8", "Summary: another\n")
-    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
-    done = clone.run("x")
-    assert "downloading uv" in done.stderr
-    assert (clone.venv / "installer" / "uv.py").exists() == (name != "uv")
-
-
-def test_a_private_package_is_not_replaced_by_a_newer_one_of_the_public_index(clone: Clone, tmp_path: Path) -> None:
-    """Dependency confusion: anyone can register the name of a private package on the public index."""
-
-    def publish(index: str, name: str, version: str) -> None:
-        wheel = make_wheel(tmp_path / index / "files", name, version)
-        page = tmp_path / index / "simple" / name / "index.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(f'<!DOCTYPE html><html><body><a href="{wheel.as_uri()}">{wheel.name}</a></body></html>')
-
-    publish("private", "inhouse", "1.0")
-    publish("private", "mirrored", "1.0")
-    publish("public", "inhouse", "9.0")
-    publish("public", "mirrored", "2.0")
-    clone.environment |= {
-        "PIP_INDEX_URL": (tmp_path / "public" / "simple").as_uri(),
-        "PIP_EXTRA_INDEX_URL": (tmp_path / "private" / "simple").as_uri(),
-    }
-    done = clone.run("add", "inhouse", "mirrored>1")
-    assert done.returncode == 0, done.stderr
-    assert {"inhouse-1.0", "mirrored-2.0"} <= there(clone), "versions that the private index lacks come from the other"
-
-
-def test_a_build_of_torch_without_hashes_is_named(clone: Clone, tmp_path: Path) -> None:
-    folder = tmp_path / "wheels"
-    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
-    make_wheel(folder, "torch", "2.13.0", "Summary: another build\n")
-    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "HPSEARCH_TORCH_BACKEND": "cu126"}
-    done = clone.run("x")
-    assert done.returncode == 0, done.stderr
-    assert "constraints-torch.txt has no hashes of torch build cu126: it is not verified" in done.stderr
-    assert there(clone) >= {"torch-2.13.0", "honest-1.0"}
-
-
-def test_requirements_are_printed_with_hashes_for_other_installers(clone: Clone, tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "honest")
-    clone.require(wheel)
-    assert clone.run("requirements", "server").stdout == "honest==1.0\n"
-    assert clone.run("requirements", "none").stderr.startswith("hpsearch: error: pyproject.toml has no extra 'none'; ")
-    printed = clone.run("hashes", input="# resolved\nhonest==1.0\n").stdout
-    assert printed.split() == pin(wheel).replace("\\", "").split()
-    for line in ("evil==1.0", "honest==2.0"):
-        refused = clone.run("hashes", input=f"{line}\n")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert f"constraints.txt has no hash of {line}: check the index" in refused.stderr
-    assert not clone.venv.exists()
-
-
-def test_constraints_have_the_hashes_of_all_packages() -> None:
-    """The repository's own files: also torch's CPU builds, which PyPI does not have."""
-    for name in CONSTRAINTS:
-        entries = re.findall(r"^[^#\s].*\n(?: .*\n)*", (REPOSITORY / name).read_text(), re.MULTILINE)
-        assert len(entries) > 15
-        bad = [
-            entry
-            for entry in entries
-            if not re.match(r"\S+==\S+ .*\\(\n    --hash=sha256:[0-9a-f]{64}( \\)?)+\n", entry)
-        ]
-        assert bad == []
-        assert not re.search("://|index-url|find-links", re.sub("^#.*", "", "".join(entries)))
-    text = (REPOSITORY / "constraints-torch.txt").read_text()
-    own = re.findall(r"^# (--hash=\S+) torch-2\.13\.0\+(?:cpu|cu130)-cp(\d+)-\S+$", text, re.MULTILINE)
-    assert {"311", "312", "313", "314"} == {python for _, python in own}
-    torch = text[text.index("\ntorch==2.13.0 ") :].split("\ntriton")[0]
-    assert [item for item, _ in own if item not in torch] == []
-
-
 @pytest.fixture
 def shop(clone: Clone, tmp_path: Path) -> Clone:
     """Return a clone whose only index is a folder of wheels: torch, which it requires, and packages to add."""
@@ -428,10 +230,6 @@ def shop(clone: Clone, tmp_path: Path) -> Clone:
     clone.require(torch[1])
     clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
     return clone
-
-
-def there(clone: Clone) -> set[str]:
-    return {path.name.removesuffix(".dist-info") for path in clone.site_packages().glob("*.dist-info")}
 
 
 def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: Path) -> None:
