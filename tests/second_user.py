@@ -42,7 +42,7 @@ def listen_as_second_user(serve: Callable[[socket.socket], None] | None = None) 
     """Listen in a forked process of the second user, and yield the port on 127.0.0.1.
 
     Args:
-        serve: function that answers the first client; None answers nobody.
+        serve: function that answers the first client; None answers no client.
     """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
