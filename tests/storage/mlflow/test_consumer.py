@@ -286,7 +286,8 @@ def test_a_deleted_experiment_is_an_error_of_one_line(stack: StackInfo) -> None:
     made = Tracking(stack.tracking_uri, experiment=name).experiment_id
     tracking = Tracking(stack.tracking_uri, experiment=name)
     tracking.client.delete_experiment(made)
-    with pytest.raises(StorageError, match=rf"^MLflow experiment '{name}' is deleted; restore it .*{made}'$"):
+    command = rf"mlflow experiments restore --experiment-id {made}"
+    with pytest.raises(StorageError, match=rf"^MLflow experiment '{name}' is deleted; restore it .* with: {command}$"):
         _ = tracking.experiment_id
 
 
