@@ -9,7 +9,7 @@ OPTUNA_REVISION = "v3.2.0.a"
 ALEMBIC_TABLE = "alembic_version"
 
 # Head of the migrations in storage/database/migrations, and the table with the current revision.
-REVISION = "0009"
+REVISION = "0010"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # Returns true if the tables have the revisions of this version.

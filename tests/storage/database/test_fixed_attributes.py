@@ -7,11 +7,16 @@ from collections.abc import Iterator
 
 import psycopg2
 import pytest
+from alembic import command
+from alembic.config import Config
 from optuna.study import StudyDirection
 
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SOURCE_SHA256, SPEC, STOPPED
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.migrate import MIGRATIONS, migrate
+from hpsearch.storage.database.roles import WORKER
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.conftest import execute
 from tests.factories import spec_of
@@ -58,12 +63,89 @@ def test_fixed_attributes_cannot_be_changed(
     storage.create_new_study([StudyDirection.MAXIMIZE], "another")
     new = {**FIXED[SPEC], "objective": "/tmp/evil.py:Digits"} if key == SPEC else "elsewhere"
     statement = attack.format(key=key, new=quote(new))
-    with pytest.raises((psycopg2.errors.InsufficientPrivilege, psycopg2.errors.UndefinedTable)):
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
         execute(database_url, statement)
     assert storage.get_study_user_attrs(1) == FIXED
-    if "search_path" not in attack:
-        execute(owner_url, statement)
-        assert storage.get_study_user_attrs(1) != FIXED, "the owner may change them"
+    execute(owner_url, statement)
+    assert storage.get_study_user_attrs(1) != FIXED, "the owner may change them"
+
+
+def test_temporary_tables_do_not_hide_studies_from_the_trigger(
+    storage: PostgresStorage, database: str, database_url: str, owner_url: str
+) -> None:
+    """On a database whose owner did not revoke TEMPORARY from PUBLIC."""
+    execute(owner_url, f"GRANT TEMPORARY ON DATABASE {database} TO {WORKER}")
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(database_url, "CREATE TEMPORARY TABLE studies (study_id int); DELETE FROM study_user_attributes")
+    assert storage.get_study_user_attrs(1) == FIXED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {"tensorboard": "/root/.ssh"}),
+        ({"tensorboard": "/logs"}, {"tensorboard": None}),
+        ({}, {"seed": 1}),
+        ({}, {"retry_on": []}),
+        ({"sampler": {"name": "tpe"}}, {"sampler": {"name": "random"}}),
+        ({"sampler": {"name": "tpe"}}, {"sampler": None}),
+    ],
+)
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_settings_cannot_be_changed(
+    storage: PostgresStorage, database_url: str, owner_url: str, old: dict, new: dict, *, is_missing: bool
+) -> None:
+    before = {**FIXED[SPEC], **old}
+    if is_missing and "tensorboard" in new and not old:
+        before.pop("tensorboard")  # as in a study of an earlier version
+    execute(owner_url, f"UPDATE study_user_attributes SET value_json = {quote(before)} WHERE key = '{SPEC}'")
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(
+            database_url, f"UPDATE study_user_attributes SET value_json = {quote(before | new)} WHERE key = '{SPEC}'"
+        )
+    assert storage.get_study_user_attrs(1)[SPEC] == before
+
+
+def test_a_migration_fixes_the_settings_of_stored_studies(
+    storage: PostgresStorage, database_url: str, owner_url: str
+) -> None:
+    attack = f"UPDATE study_user_attributes SET value_json = {{}} WHERE key = '{SPEC}'"
+    downgrade(owner_url, "0009")
+    execute(database_url, attack.format(quote(FIXED[SPEC] | {"tensorboard": "/logs"})))
+    migrate(owner_url)
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(database_url, attack.format(quote(FIXED[SPEC] | {"tensorboard": "/root"})))
+    assert storage.get_study_user_attrs(1)[SPEC]["tensorboard"] == "/logs"
+
+
+def downgrade(owner_url: str, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    engine = make_engine(owner_url, application_name="test")
+    with engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
+    engine.dispose()
+
+
+def test_a_worker_can_extend_a_study_of_an_earlier_version(storage: PostgresStorage, owner_url: str) -> None:
+    before = {**FIXED[SPEC], "sampler": {"name": "tpe"}, "pruner": {"name": "median"}, "retries": 1}
+    for key in ("tensorboard", "wandb", "finalists_of", "models", "retry_on"):
+        before.pop(key)
+    execute(owner_url, f"UPDATE study_user_attributes SET value_json = {quote(before)} WHERE key = '{SPEC}'")
+    study = load_study(storage, "s")
+    extend_study(study, "+5")
+    assert study.budget == before["n_trials"] + 5
+    assert len(study.attrs[SPEC]["sampler"]) > 1
+
+
+def test_a_worker_can_extend_a_study_with_former_names(storage: PostgresStorage, owner_url: str) -> None:
+    before = {**FIXED[SPEC], "sampler": {"name": "curves"}, "stop_when": 0.01}
+    before.pop("min_expected_gain")
+    execute(owner_url, f"UPDATE study_user_attributes SET value_json = {quote(before)} WHERE key = '{SPEC}'")
+    study = load_study(storage, "s")
+    extend_study(study, "+5")
+    assert study.attrs[SPEC]["min_expected_gain"] == before["stop_when"]
 
 
 def test_a_worker_can_extend_and_delete_a_study(storage: PostgresStorage) -> None:
