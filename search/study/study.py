@@ -34,7 +34,7 @@ from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import read_finalist_studies
 
 # NAME-TOKEN; earlier versions: NAME-ID-TOKEN, or NAME-ID.
-_FOLDER_NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"-([0-9a-f]{8}|[0-9a-f]{16}|[0-9]+)")
+_FOLDER_SUFFIX = r"-(([0-9]+-)?([0-9a-f]{8}|[0-9a-f]{16})|[0-9]+)"
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,10 @@ class StoredStudy:
         """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
         folder = str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
-        # Every worker's database role can write the name, and `delete` removes the folder.
-        if not _FOLDER_NAME.fullmatch(folder):
+        # Every worker's database role can create a study with any folder name and spec, and `delete` removes the
+        # folder. Names in the database are unique, so a study cannot have the folder of another one.
+        name = self.storage.get_study_name_from_id(self.study_id)
+        if not (re.match(NAME_PATTERN, name) and re.fullmatch(re.escape(name) + _FOLDER_SUFFIX, folder)):
             raise SearchError(
                 f"study {self.spec.name!r} has the folder name {folder!r}, which hpsearch did not generate; "
                 f"as the database owner, correct the study's attribute {FOLDER_NAME!r}"

@@ -89,6 +89,24 @@ def test_delete_rejects_folder_names_that_hpsearch_does_not_generate(
     load_study(storage, "s")
 
 
+@pytest.mark.parametrize("name", ["s", "other"])
+@pytest.mark.parametrize("folder", [f"other-{TOKEN}", f"s-other-{TOKEN}", f"s{TOKEN}", "other-1"])
+def test_delete_and_gc_reject_the_folder_of_another_study(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], folder: str, name: str
+) -> None:
+    kept = [home / kind / folder / "0000" / "0001-1.pt" for kind in ("runs", "outbox", "checkpoints")]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    spec = {**spec_of(name="none").model_dump(), "name": name}
+    make_study(storage, **{FOLDER_NAME: folder, SPEC: spec})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    error = read_error(capsys)
+    assert (f"has the folder name '{folder}'" if name == "s" else "no study 'other'") in error
+    run_command(["gc", "s", "--yes"])
+    assert all(file.exists() for file in kept)
+
+
 def test_delete_removes_checkpoints_only_below_configured_addresses(
     home: Path, storage: PostgresStorage, victim: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
