@@ -14,7 +14,7 @@ from optuna.study import StudyDirection
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SOURCE_SHA256, SPEC, STOPPED
-from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.connect import make_engine, open_cursor
 from hpsearch.storage.database.migrate import MIGRATIONS, migrate
 from hpsearch.storage.database.roles import WORKER
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -106,7 +106,51 @@ def test_settings_cannot_be_changed(
     assert storage.get_study_user_attrs(1)[SPEC] == before
 
 
-def test_a_migration_fixes_the_settings_of_stored_studies(
+SPECIAL_IDS = (
+    "DELETE FROM study_directions; DELETE FROM study_user_attributes; DELETE FROM studies;"
+    "INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "SELECT setval('studies_study_id_seq', 1, false); INSERT INTO studies (study_name) VALUES ('s')",
+    "INSERT INTO studies (study_id, study_name) VALUES (9, 's'); UPDATE studies SET study_id = 1 WHERE study_id = 9",
+    "DELETE FROM hpsearch_study_ids; INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "TRUNCATE hpsearch_study_ids",
+    "INSERT INTO hpsearch_study_ids VALUES (9)",
+    "UPDATE hpsearch_study_ids SET study_id = 9; INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "SET session_replication_role = replica; INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "CREATE TEMPORARY TABLE hpsearch_study_ids (study_id int);"
+    "INSERT INTO studies (study_id, study_name) VALUES (1, 's')",
+    "CREATE TEMPORARY TABLE mine (study_id int);"
+    "CREATE TRIGGER mine AFTER INSERT ON mine FOR EACH ROW EXECUTE FUNCTION hpsearch_record_study_id();"
+    "INSERT INTO mine VALUES (9)",
+)
+
+
+@pytest.mark.parametrize("attack", SPECIAL_IDS)
+def test_the_id_of_a_deleted_study_does_not_return(
+    storage: PostgresStorage, database: str, database_url: str, owner_url: str, attack: str
+) -> None:
+    execute(owner_url, f"GRANT TEMPORARY ON DATABASE {database} TO {WORKER}")
+    if not attack.startswith("DELETE FROM study_directions"):
+        storage.delete_study(1)
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(database_url, attack)
+    assert storage.create_new_study([StudyDirection.MAXIMIZE], "another") not in {1, 9}
+
+
+@pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_a_concurrent_deletion_does_not_release_an_id(
+    storage: PostgresStorage, database_url: str, isolation_level: str
+) -> None:
+    with open_cursor(database_url, application_name="insertion") as second:
+        second.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation_level}")
+        second.execute("SELECT count(*) FROM studies")  # takes the snapshot
+        storage.delete_study(1)
+        with pytest.raises((psycopg2.errors.InsufficientPrivilege, psycopg2.errors.SerializationFailure)):
+            second.execute("INSERT INTO studies (study_id, study_name) VALUES (1, 's')")
+        second.connection.rollback()
+
+
+def test_a_migration_fixes_the_settings_and_ids_of_stored_studies(
     storage: PostgresStorage, database_url: str, owner_url: str
 ) -> None:
     attack = f"UPDATE study_user_attributes SET value_json = {{}} WHERE key = '{SPEC}'"
@@ -116,6 +160,9 @@ def test_a_migration_fixes_the_settings_of_stored_studies(
     with pytest.raises(psycopg2.errors.InsufficientPrivilege):
         execute(database_url, attack.format(quote(FIXED[SPEC] | {"tensorboard": "/root"})))
     assert storage.get_study_user_attrs(1)[SPEC]["tensorboard"] == "/logs"
+    storage.delete_study(1)
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(database_url, "INSERT INTO studies (study_id, study_name) VALUES (1, 's')")
 
 
 def downgrade(owner_url: str, revision: str) -> None:

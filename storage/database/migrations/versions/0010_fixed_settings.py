@@ -1,4 +1,4 @@
-"""Trigger that rejects changes of all settings of a study except its budgets."""
+"""Triggers that reject changes of all settings of a study except its budgets, and ids of deleted studies."""
 
 from __future__ import annotations
 
@@ -54,6 +54,32 @@ _FUNCTION = """
     END $$
 """
 
+# Workers and caches refer to a study by its id, so a worker's role must not delete a study and insert another one with
+# its id. The ids are a primary key, because a query would not see ids of concurrent transactions. Row level security
+# without a policy rejects all roles but the owner, even after GRANT ... ON ALL TABLES. The function runs as the owner;
+# the comparison keeps other roles from using it in a trigger of their own tables.
+_STUDY_IDS = (
+    "CREATE TABLE hpsearch_study_ids (study_id integer PRIMARY KEY)",
+    "ALTER TABLE hpsearch_study_ids ENABLE ROW LEVEL SECURITY",
+    """
+    CREATE FUNCTION hpsearch_record_study_id() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    BEGIN
+        IF TG_RELID = 'studies'::regclass THEN
+            INSERT INTO hpsearch_study_ids VALUES (NEW.study_id) ON CONFLICT DO NOTHING;
+        END IF;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'an earlier study had the id %', NEW.study_id USING ERRCODE = 'insufficient_privilege';
+        END IF;
+        RETURN NULL;
+    END $$
+    """,
+    """
+    CREATE TRIGGER hpsearch_record_study_id AFTER INSERT OR UPDATE OF study_id ON studies
+    FOR EACH ROW EXECUTE FUNCTION hpsearch_record_study_id()
+    """,
+    "INSERT INTO hpsearch_study_ids SELECT study_id FROM studies",
+)
+
 # Without this, the role that runs the statement chooses the tables and operators that a trigger uses. Postgres searches
 # temporary tables first, unless the path names them.
 _FIX_SEARCH_PATH = """
@@ -64,14 +90,19 @@ _FIX_SEARCH_PATH = """
 
 
 def upgrade() -> None:
-    """Replace the function of the trigger for fixed attributes, and fix the search path of all trigger functions."""
+    """Replace the trigger function for fixed attributes, record ids, and fix the search path of trigger functions."""
     op.execute(_FUNCTION)
-    for name in ("hpsearch_fix_attribute", "hpsearch_keep_opening"):
+    for statement in _STUDY_IDS:
+        op.execute(statement)
+    for name in ("hpsearch_fix_attribute", "hpsearch_keep_opening", "hpsearch_record_study_id"):
         op.execute(_FIX_SEARCH_PATH.format(name=name))
 
 
 def downgrade() -> None:
-    """Restore the function of the previous migration, and reset the search paths."""
+    """Drop the recorded ids, restore the function of the previous migration, and reset the search paths."""
+    op.execute("DROP TRIGGER hpsearch_record_study_id ON studies")
+    op.execute("DROP FUNCTION hpsearch_record_study_id()")
+    op.execute("DROP TABLE hpsearch_study_ids")
     op.execute("ALTER FUNCTION hpsearch_keep_opening() RESET search_path")
     previous = runpy.run_path(str(Path(__file__).with_name("0009_fixed_attributes.py")))["_FUNCTION"]
     op.execute(previous.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION"))
