@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, get_type_hints
 
 from hpsearch.storage.errors import StorageError, format_error, format_os_error
 
@@ -50,7 +50,7 @@ class Manifest:
     hpsearch_version: str
     postgres_version: str
     pg_dump_version: str
-    schema: str | None
+    schema: str
     optuna_schema: str | None
     mlflow_schema: str | None
     home: str
@@ -251,8 +251,11 @@ class ArchiveReader:
             )
         with self._convert_errors():
             manifest = Manifest(**{field.name: found[_KEYS.get(field.name, field.name)] for field in fields(Manifest)})
+            for name, kind in get_type_hints(Manifest).items():
+                if not isinstance(getattr(manifest, name), kind):
+                    raise ValueError(f"{MANIFEST} has an invalid value of {_KEYS.get(name, name)!r}")
             for version in (manifest.postgres_version, manifest.pg_dump_version):
-                int(str(version).partition(".")[0])
+                int(version.partition(".")[0])
             return manifest
 
     def _check_path(self, member: tarfile.TarInfo) -> None:

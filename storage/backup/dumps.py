@@ -1,11 +1,11 @@
-"""Dump and restore of a database with the programs of Postgres."""
+"""Dumps of a database, written and read with the programs of Postgres."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def find_programs(at_least: int, *, why: str) -> Binaries:
         StorageError: there is no such installation.
     """
     found = {}
-    for binaries in find_installations("pg_dump", "pg_restore", "psql"):
+    for binaries in find_installations("pg_dump", "pg_restore"):
         if int(binaries.major_version) >= at_least:
             return binaries
         found[binaries.version] = binaries
@@ -144,88 +144,3 @@ def count_rows(cursor: Any, table: str, condition: str = "true") -> int:
         return 0
     cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 constant names
     return int(cursor.fetchone()[0])
-
-
-def restore_dump(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
-    """Replace the content of a database with that of a dump, in one transaction.
-
-    Args:
-        dump: dump file in a private folder; the SQL scripts are written to the same folder.
-        url: URL of the database, with the role that will own the restored tables.
-        must_be_empty: tables that must not contain any row.
-        programs: Postgres installation, at least as new as the installation that wrote the dump.
-
-    Raises:
-        StorageError: a table is not empty, or Postgres rejects the dump; the database is unchanged.
-    """
-    clear, script = dump.with_name("clear.sql"), dump.with_name("script.sql")
-    clear.write_text(_CLEAR.format(checks="".join(_REJECT_ROWS.format(table=table) for table in must_be_empty)))
-    run_program(programs, "pg_restore", "--no-owner", "--no-privileges", f"--file={script}", dump)
-    require_restricted(script, programs)
-    run_program(
-        programs,
-        "psql",
-        *("--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1"),
-        *(f"--file={clear}", f"--file={script}"),
-        url=url,
-    )
-
-
-def require_restricted(script: Path, programs: Binaries) -> None:
-    """Check that psql runs no shell commands from the script of a dump.
-
-    The author of a dump can put commands of psql into it that run shell commands (CVE-2025-8714). Corrected versions of
-    pg_restore disable such commands at the start of a script.
-
-    Raises:
-        StorageError: pg_restore has not disabled the commands.
-    """
-    with script.open("rb") as file:
-        head = [file.readline(200) for _ in range(8)]
-    if not any(line.startswith(b"\\restrict ") for line in head):
-        raise StorageError(
-            f"pg_restore {programs.version} runs shell commands from a changed backup: install Postgres 13.22, 14.19, "
-            "15.14, 16.10, 17.6, 18 or newer, or pip install 'hpsearch[server]'"
-        )
-
-
-_REJECT_ROWS = """
-    IF to_regclass('{table}') IS NOT NULL THEN
-        LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE;
-        IF EXISTS (SELECT FROM {table}) THEN
-            RAISE EXCEPTION 'table {table} is not empty any more';
-        END IF;
-    END IF;
-"""
-
-# Objects of an extension remain; objects of a column are dropped with the table.
-_CLEAR = """
-SET lock_timeout = '60s';
-DO $clear$
-DECLARE
-    statement text;
-BEGIN
-    {checks}
-    FOR statement IN
-        SELECT format('DROP %s IF EXISTS %s CASCADE', kind, name) FROM (
-            SELECT CASE c.relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN 'MATERIALIZED VIEW' WHEN 'S' THEN 'SEQUENCE'
-                                  ELSE 'TABLE' END AS kind,
-                   format('%I.%I', n.nspname, c.relname) AS name, c.oid, 'pg_class'::regclass AS catalog
-              FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-             WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'S')
-            UNION ALL
-            SELECT 'TYPE', format('%I.%I', n.nspname, t.typname), t.oid, 'pg_type'::regclass
-              FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace
-             WHERE n.nspname = current_schema() AND t.typtype IN ('e', 'd')
-            UNION ALL
-            SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid, 'pg_proc'::regclass
-              FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-             WHERE n.nspname = current_schema()
-        ) AS found
-         WHERE NOT EXISTS (SELECT FROM pg_depend d
-                            WHERE d.classid = found.catalog AND d.objid = found.oid AND d.deptype IN ('e', 'i'))
-    LOOP
-        EXECUTE statement;
-    END LOOP;
-END $clear$;
-"""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
 from hpsearch.storage.attributes import (
@@ -27,25 +28,29 @@ from hpsearch.storage.attributes import (
 )
 from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
-from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session, restore_dump
+from hpsearch.storage.backup.dumps import count_rows, find_programs, open_session
+from hpsearch.storage.backup.rows import restore_rows
 from hpsearch.storage.checkpoints.store import is_checkpoint_path
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.database.migrate import MIGRATIONS, list_revisions, migrate
-from hpsearch.storage.database.schema import PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
+from hpsearch.storage.database.migrate import MIGRATIONS, create_tables, list_revisions, migrate
+from hpsearch.storage.database.schema import OPTUNA_REVISION, PARTIAL_RESTORE_QUERY, RESTORE_SCHEMA
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow import tag_names
 
+if TYPE_CHECKING:
+    import sqlalchemy
+
 
 def check_schema_revisions(manifest: Manifest) -> None:
-    """Check that the installed packages support the table revisions of the backup.
+    """Check that the installed packages can create tables of the revisions of the backup.
 
     Raises:
-        StorageError: a revision is newer than the installed package.
+        StorageError: a revision is newer than the installed package, or Optuna's revision is older.
     """
     import mlflow
     import optuna
@@ -56,24 +61,62 @@ def check_schema_revisions(manifest: Manifest) -> None:
         ("Optuna", manifest.optuna_schema, Path(optuna.__file__).parent / "storages" / "_rdb" / "alembic"),
         ("MLflow", manifest.mlflow_schema, Path(mlflow.__file__).parent / "store" / "db_migrations"),
     )
+    remedy = "install the versions of hpsearch, Optuna and MLflow that wrote it"
     for name, found, scripts in packages:
         if found is not None and found not in list_revisions(scripts):
             raise StorageError(
                 f"the backup is from a newer {name} (schema {found}; written by hpsearch {manifest.hpsearch_version}); "
-                "install the versions of hpsearch, Optuna and MLflow that wrote it"
+                f"{remedy}"
             )
+    if manifest.optuna_schema != OPTUNA_REVISION:  # Optuna creates tables of its latest revision only
+        raise StorageError(f"the backup is from an older Optuna (schema {manifest.optuna_schema}); {remedy}")
+
+
+def create_mlflow_tables(url: str, revision: str) -> None:
+    """Create MLflow's tables of a revision in a database without tables.
+
+    Raises:
+        StorageError: the database rejects a statement.
+    """
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+
+    with _open_mlflow_engine(url) as engine:
+        Base.metadata.create_all(engine)
+        _upgrade_mlflow(engine, revision)
 
 
 def upgrade_mlflow(url: str) -> None:
-    """Upgrade MLflow's tables in this process; ``mlflow db upgrade`` would show the password in its command line."""
-    from mlflow.store.db.utils import _upgrade_db
+    """Upgrade MLflow's tables in this process; ``mlflow db upgrade`` would show the password in its command line.
+
+    Raises:
+        StorageError: the database rejects a statement.
+    """
+    with _open_mlflow_engine(url) as engine:
+        _upgrade_mlflow(engine, "heads")
+
+
+@contextmanager
+def _open_mlflow_engine(url: str) -> Iterator[sqlalchemy.Engine]:
+    from sqlalchemy.exc import DBAPIError
 
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     engine = make_engine(url, application_name="hpsearch-restore")
     try:
-        _upgrade_db(engine)
+        yield engine
+    except DBAPIError as error:
+        raise StorageError(f"MLflow's tables cannot be created or upgraded ({format_error(error)})") from None
     finally:
         engine.dispose()
+
+
+def _upgrade_mlflow(engine: sqlalchemy.Engine, revision: str) -> None:
+    from alembic import command
+    from mlflow.store.db.utils import _get_alembic_config
+
+    config = _get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
 
 
 OnProgress = Callable[[str], None]
@@ -223,6 +266,10 @@ def _is_partial_restore(cursor: Any) -> bool:
     return bool(cursor.fetchone()[0])
 
 
+# MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
+_ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
+
+
 def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
@@ -235,31 +282,64 @@ def _restore_all(
     if len(moves) < len(files):
         progress(f"skipping {len(files) - len(moves)} files that do not have names of checkpoints")
     if (artifacts := locations.artifacts_folder) is not None:
-        moves += [(source, artifacts / path) for path, source in unpacked.iterate_files(archive.ARTIFACTS)]
+        files = list(unpacked.iterate_files(archive.ARTIFACTS))
+        expected = [(source, artifacts / path) for path, source in files if _ARTIFACT_PATH.search(str(path))]
+        if len(expected) < len(files):
+            progress(f"skipping {len(files) - len(expected)} files that are not artifacts of a run, model or trace")
+        moves += expected
     if not again:
         _check_targets(moves)
     progress(f"restoring {len(moves)} files")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, target)
-    if locations.mlflow is not None:
-        progress("restoring MLflow's database")
-        dump = unpacked.folder / archive.MLFLOW_DUMP
-        restore_dump(dump, locations.mlflow.url, must_be_empty=() if again else _MLFLOW_TABLES, programs=programs)
-        upgrade_mlflow(locations.mlflow.url)
-    progress("restoring the studies")
-    dump = unpacked.folder / archive.STUDIES_DUMP
-    restore_dump(dump, locations.studies.url, must_be_empty=() if again else _STUDY_TABLES, programs=programs)
-    migrate(locations.studies.url, setting=locations.studies.setting)
+    _restore_databases(unpacked, locations, programs, progress, again=again)
     with _open_cursors(locations) as (studies, mlflow):
         release_trials(studies)
         mark_restored(studies)
+        record_study_ids(studies)
         if mlflow is not None:
             reconcile_databases(studies, mlflow)
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
     return external_checkpoints, unsent
+
+
+def _restore_databases(
+    unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress, *, again: bool
+) -> None:
+    """Restore the rows of both databases, and upgrade the tables; `again` permits to replace rows."""
+    manifest = unpacked.manifest
+    left_out: list[str] = []
+    if locations.mlflow is not None:
+        progress("restoring MLflow's database")
+        url = locations.mlflow.url
+        left_out += restore_rows(
+            unpacked.folder / archive.MLFLOW_DUMP,
+            locations.mlflow,
+            create_tables=partial(create_mlflow_tables, url, str(manifest.mlflow_schema)),
+            must_be_empty=() if again else _MLFLOW_TABLES,
+            programs=programs,
+        )
+        upgrade_mlflow(url)
+    progress("restoring the studies")
+    url, setting = locations.studies
+    left_out += restore_rows(
+        unpacked.folder / archive.STUDIES_DUMP,
+        locations.studies,
+        create_tables=partial(create_tables, url, manifest.schema, setting=setting),
+        must_be_empty=() if again else _STUDY_TABLES,
+        programs=programs,
+    )
+    migrate(url, setting=setting)
+    for table in left_out:
+        progress(f"skipping the table {table!r}, which is not a table of hpsearch, Optuna or MLflow")
+    with open_session(*locations.studies) as cursor:
+        for table, expected in (("studies", manifest.studies), ("trials", manifest.trials)):
+            if (found := count_rows(cursor, table)) != expected:
+                fault = f"its dump has {found} {table}, its manifest {expected}"
+                raise StorageError(f"the backup is damaged ({fault}); give another backup")
 
 
 def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:
@@ -307,6 +387,11 @@ def mark_restored(cursor: Any) -> None:
         """,
         (RESTORED, SPEC),
     )
+
+
+def record_study_ids(cursor: Any) -> None:
+    """Record the ids of all studies, as a trigger does for new studies, because the dump may lack some of them."""
+    cursor.execute("INSERT INTO hpsearch_study_ids SELECT study_id FROM studies ON CONFLICT DO NOTHING")
 
 
 # For trials whose run was completely uploaded to MLflow after the snapshot of the studies.

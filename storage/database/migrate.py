@@ -33,21 +33,41 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
         StorageError: the database cannot be reached, the user may not create tables, or the tables belong to a newer
             version of Optuna or hpsearch.
     """
+    url = normalise_url(url, setting=setting)
+    with (
+        _convert_errors(url, setting),
+        open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor,
+    ):
+        # With this isolation level, the transaction sees the commits of the previous holder of the lock.
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+            cursor.execute(f"SET LOCAL {timeout} = 0")
+        # A transaction lock, unlike a session lock, also works through a pooler.
+        cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
+        _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
+        _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
+        grant_worker(cursor)
+
+
+def create_tables(url: str, revision: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
+    """Create the tables of an earlier revision of hpsearch in a database without tables, for `migrate` to upgrade.
+
+    Raises:
+        StorageError: the database cannot be reached, or the user may not create tables.
+    """
+    url = normalise_url(url, setting=setting)
+    with _convert_errors(url, setting):
+        _migrate_optuna(url, setting, None)
+        _migrate_hpsearch(url, setting, None, revision)
+
+
+@contextmanager
+def _convert_errors(url: str, setting: str) -> Iterator[None]:
     import psycopg2
     from sqlalchemy.exc import DBAPIError
 
-    url = normalise_url(url, setting=setting)
     try:
-        with open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor:
-            # With this isolation level, the transaction sees the commits of the previous holder of the lock.
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-            for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-                cursor.execute(f"SET LOCAL {timeout} = 0")
-            # A transaction lock, unlike a session lock, also works through a pooler.
-            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
-            _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
-            _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
-            grant_worker(cursor)
+        yield
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
             f"{setting} {redact(url)}: cannot create tables ({format_error(error)}); give the database owner's URL"
@@ -72,7 +92,7 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
         storage.engine.dispose()
 
 
-def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
+def _migrate_hpsearch(url: str, setting: str, found: str | None, target: str = "head") -> None:
     from alembic import command
 
     if found == REVISION:
@@ -84,7 +104,7 @@ def _migrate_hpsearch(url: str, setting: str, found: str | None) -> None:
     try:
         with engine.connect() as connection:
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            command.upgrade(config, target)
     finally:
         engine.dispose()
 

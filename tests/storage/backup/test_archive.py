@@ -151,6 +151,20 @@ def test_a_newer_format_names_the_required_version(tmp_path: Path) -> None:
         unpack(path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("schema", None), ("schema", ["0001"]), ("home", 1), ("studies", "1"), ("dumped_by", "x")]
+)
+def test_a_manifest_with_an_invalid_value_is_damaged(tmp_path: Path, key: str, value: object) -> None:
+    path = tmp_path / "a.tar"
+    data = json.dumps({**MANIFEST.to_dict(), key: value}).encode()
+    with tarfile.open(path, "w") as tar:
+        member = tarfile.TarInfo(archive.MANIFEST)
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(StorageError, match="is damaged"), ArchiveReader.open(path):
+        pass
+
+
 @pytest.mark.parametrize("content", [None, b"", b"hello", b"\0" * 2048])
 def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "a.tar"

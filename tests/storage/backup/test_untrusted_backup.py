@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.study import StudyDirection
@@ -15,8 +18,10 @@ from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
 from hpsearch.storage.backup.archive import CHECKPOINTS, STUDIES_DUMP, ArchiveReader, create_archive
 from hpsearch.storage.backup.backup import backup
-from hpsearch.storage.backup.dumps import find_programs, require_restricted
-from hpsearch.storage.backup.restore import restore
+from hpsearch.storage.backup.dumps import open_snapshot
+from hpsearch.storage.backup.restore import create_mlflow_tables, restore, upgrade_mlflow
+from hpsearch.storage.backup.rows import restore_rows
+from hpsearch.storage.database.connect import open_cursor
 from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import compute_sha256
@@ -27,17 +32,30 @@ from tests.factories import spec_of
 EVIL = "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
 
 
+@contextmanager
+def create_database(server: PostgresServer, name: str) -> Iterator[str]:
+    server.execute("CREATE DATABASE {} OWNER {} TEMPLATE template0 STRATEGY file_copy", name, OWNER)
+    yield name
+    server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+
 @pytest.fixture
 def other(postgres_server: PostgresServer) -> Iterator[str]:
     """Return the name of a database without tables, into which the victim restores."""
-    name = f"untrusted_{os.getpid()}"
-    postgres_server.execute("CREATE DATABASE {} OWNER {} TEMPLATE template0 STRATEGY file_copy", name, OWNER)
-    yield name
-    postgres_server.execute("DROP DATABASE {} WITH (FORCE)", name)
+    with create_database(postgres_server, f"untrusted_{os.getpid()}") as name:
+        yield name
 
 
-def make_backup(file: Path, owner_url: str, database_url: str, objective: str, files: dict[str, Path]) -> None:
-    """Write a backup with a study of this objective, and with additional files below its checkpoints."""
+def make_backup(
+    file: Path,
+    owner_url: str,
+    database_url: str,
+    objective: str,
+    files: dict[str, Path],
+    *,
+    change: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Write a backup with a study of this objective, a changed dump, and these files below its checkpoints."""
     storage = open_storage(database_url, application_name="attacker")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "s")
     storage.set_study_user_attr(study_id, SPEC, {**spec_of(name="none").model_dump(), "objective": objective})
@@ -50,6 +68,7 @@ def make_backup(file: Path, owner_url: str, database_url: str, objective: str, f
     folder.mkdir()
     with ArchiveReader.open(honest) as reader, create_archive(file) as writer:
         reader.unpack(folder, progress=lambda _: None)
+        change(folder / STUDIES_DUMP)
         writer.write_manifest(reader.manifest)
         writer.add_file(STUDIES_DUMP, folder / STUDIES_DUMP)
         for name, source in files.items():
@@ -73,6 +92,45 @@ def test_restore_places_only_files_with_names_of_checkpoints(
     restore_there(tmp_path / "b.tar", postgres_server, other, tmp_path / "home")
     root = tmp_path / "home" / "checkpoints"
     assert {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} == set(good)
+
+
+def test_restore_places_only_files_with_paths_of_artifacts(
+    owner_url: str,
+    empty_database_url: str,
+    postgres_server: PostgresServer,
+    other: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create_mlflow_tables(empty_database_url, "heads")
+    run, model = "0123456789abcdef" * 2, f"models/m-{'0123456789abcdef' * 2}"
+    good = (f"1/{run}/artifacts/a.txt", f"1/{model}/artifacts/code/a.py", f"own/place/{run}/artifacts/b/c")
+    for name in (*good, "evil.py", ".profile", "1/evil.py", f"1/{run}/evil.py", "artifacts/x/artifacts/evil.py"):
+        path = tmp_path / "attacker" / "artifacts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(EVIL)
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", empty_database_url)
+    backup(
+        tmp_path / "b.tar",
+        owner_url=owner_url,
+        artifacts=str(tmp_path / "attacker" / "artifacts"),
+        home=str(tmp_path / "attacker"),
+        dashboard=DASHBOARD_COMMAND,
+    )
+    folder = tmp_path / "artifacts"
+    lines: list[str] = []
+    with create_database(postgres_server, f"untrusted_mlflow_{os.getpid()}") as mlflow:
+        monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", postgres_server.url(mlflow, user=OWNER))
+        restore(
+            tmp_path / "b.tar",
+            owner_url=postgres_server.url(other, user=OWNER),
+            artifacts=str(folder),
+            home=str(tmp_path / "home"),
+            dashboard=DASHBOARD_COMMAND,
+            progress=lines.append,
+        )
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(good)
+    assert "skipping 5 files that are not artifacts of a run, model or trace" in lines
 
 
 @pytest.mark.parametrize("place", ["home", "elsewhere"])
@@ -116,10 +174,135 @@ def test_the_objective_of_a_backup_is_not_imported(
         assert imported.exists()
 
 
-def test_a_script_in_which_psql_would_run_shell_commands_is_rejected(tmp_path: Path) -> None:
-    """This is the script of a pg_restore without the correction of CVE-2025-8714."""
-    script, programs = tmp_path / "script.sql", find_programs(15, why="the test")
-    script.write_text("--\n-- PostgreSQL database dump\n--\n\n-- Dumped from database version 16.1\n\\! touch /tmp/x\n")
-    with pytest.raises(StorageError, match="runs shell commands from a changed backup: install Postgres") as raised:
-        require_restricted(script, programs)
-    assert "\n" not in str(raised.value)
+# Each statement changes the database of the attacker, and so its dump.
+_HOSTILE_OBJECTS = """
+    CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN IF NEW.key = 'hpsearch:restored' THEN RETURN NULL; END IF; RETURN NEW; END $$;
+    CREATE TRIGGER keep BEFORE INSERT OR UPDATE ON study_user_attributes FOR EACH ROW EXECUTE FUNCTION keep();
+    ALTER TABLE study_user_attributes ENABLE ALWAYS TRIGGER keep;
+    CREATE FUNCTION run() RETURNS int LANGUAGE plpgsql AS $$
+        BEGIN IF current_user = 'hpsearch_owner' THEN CREATE TABLE public.ran (); END IF; RETURN 1; END $$;
+    ALTER TABLE studies DISABLE TRIGGER USER;
+    ALTER TABLE studies ADD CONSTRAINT runs CHECK (public.run() = 1);
+    ALTER TABLE hpsearch_workers ALTER COLUMN host SET DEFAULT run()::text;
+    CREATE RULE also AS ON UPDATE TO studies DO ALSO SELECT run();
+    ALTER TABLE trials ENABLE ROW LEVEL SECURITY;
+    CREATE POLICY hidden ON trials USING (run() = 0);
+    CREATE VIEW seen AS SELECT run();
+    CREATE TABLE own (a int); INSERT INTO own VALUES (1);
+"""
+# Everything in the database that Postgres runs or evaluates, except the keys and the columns' types.
+_CODE = """
+    SELECT 'function ' || proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace
+    UNION SELECT 'trigger ' || tgname FROM pg_trigger WHERE NOT tgisinternal
+    UNION SELECT 'rule ' || rulename FROM pg_rules WHERE schemaname = 'public'
+    UNION SELECT 'policy ' || polname FROM pg_policy
+    UNION SELECT 'row security ' || relname FROM pg_class WHERE relrowsecurity
+    UNION SELECT 'check ' || conname FROM pg_constraint WHERE contype = 'c' AND connamespace = 'public'::regnamespace
+    UNION SELECT 'default ' || pg_get_expr(adbin, adrelid) FROM pg_attrdef
+    UNION SELECT relkind::text || ' ' || relname FROM pg_class WHERE relnamespace = 'public'::regnamespace
+"""
+
+
+def query(url: str, statement: str) -> list[Any]:
+    with open_cursor(url, application_name="test") as cursor:
+        cursor.execute(statement)
+        return cursor.fetchall() if cursor.description else []
+
+
+def forge(dump: Path, pattern: bytes, statement: bytes) -> None:
+    """Replace a statement in the table of contents of a dump by another one."""
+    content = dump.read_bytes()
+    (found,) = re.findall(pattern, content)
+    dump.write_bytes(content.replace(found, statement.ljust(len(found) - 1) + b"\n"))
+
+
+def test_the_sql_of_a_dump_does_not_run(
+    owner_url: str, database_url: str, postgres_server: PostgresServer, other: str, tmp_path: Path
+) -> None:
+    clean = {name for (name,) in query(owner_url, _CODE)}
+    query(owner_url, _HOSTILE_OBJECTS)
+    make_backup(tmp_path / "b.tar", owner_url, database_url, "digits", {})
+    restore_there(tmp_path / "b.tar", postgres_server, other, tmp_path / "home")
+    target = postgres_server.url(other, user=OWNER)
+    assert {name for (name,) in query(target, _CODE)} == clean
+    storage = open_storage(target, application_name="test")
+    (study,) = storage.get_all_studies()
+    assert (study.study_name, study.user_attrs[RESTORED]) == ("s", True)
+    assert query(target, "SELECT study_id FROM hpsearch_study_ids") == [(study._study_id,)]
+    assert storage.create_new_study([StudyDirection.MAXIMIZE]) == study._study_id + 1
+    storage.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "statement", "said"),
+    [
+        (
+            rb"SELECT pg_catalog.setval\('public.studies_study_id_seq'[^\n]*\n",
+            b"CREATE TABLE public.forged(); --",
+            None,
+        ),
+        (rb"COPY public.studies [^\n]*\n", b"CREATE TABLE public.forged(); --", "is not present in table"),
+    ],
+)
+def test_forged_statements_of_a_dump_do_not_run(
+    owner_url: str,
+    database_url: str,
+    postgres_server: PostgresServer,
+    other: str,
+    tmp_path: Path,
+    pattern: bytes,
+    statement: bytes,
+    said: str | None,
+) -> None:
+    """pg_restore prints the statements of an entry for rows or a counter as they are."""
+
+    def change(dump: Path) -> None:
+        forge(dump, pattern, statement)
+
+    make_backup(tmp_path / "b.tar", owner_url, database_url, "digits", {}, change=change)
+    with nullcontext() if said is None else pytest.raises(StorageError, match=said) as raised:
+        restore_there(tmp_path / "b.tar", postgres_server, other, tmp_path / "home")
+    assert raised is None or "\n" not in str(raised.value)
+    target = postgres_server.url(other, user=OWNER)
+    assert query(target, "SELECT to_regclass('forged')") == [(None,)]
+    assert query(target, "SELECT count(*) FROM study_user_attributes WHERE key = 'hpsearch:restored'") == [
+        (0 if said else 1,)
+    ]
+
+
+def test_only_rows_of_a_dump_of_mlflow_are_restored(
+    empty_database_url: str, postgres_server: PostgresServer, other: str, tmp_path: Path
+) -> None:
+    """The tables are of an older MLflow."""
+    name = "tab\t, back\\slash and \\."
+    revision = "a5b4c3d2e1f0"
+    create_mlflow_tables(empty_database_url, revision)
+    query(
+        empty_database_url,
+        f"""
+        CREATE FUNCTION run() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN CREATE TABLE ran (); RETURN NEW; END $$;
+        INSERT INTO experiments (experiment_id, name) VALUES (7, '{name}');
+        SELECT setval('experiments_experiment_id_seq', 9);
+        INSERT INTO runs (run_uuid, experiment_id) VALUES ('r', 7);
+        INSERT INTO metrics (key, run_uuid, timestamp, value, step, is_nan) VALUES ('a', 'r', 1, 0.5, 0, false);
+        CREATE TRIGGER run BEFORE UPDATE ON runs FOR EACH ROW EXECUTE FUNCTION run();
+        """,
+    )
+    with open_snapshot(empty_database_url, "the test") as snapshot:
+        programs = snapshot.dump(tmp_path / "dump")
+    target = postgres_server.url(other, user=OWNER)
+    left_out = restore_rows(
+        tmp_path / "dump",
+        (target, "the test"),
+        create_tables=lambda: create_mlflow_tables(target, revision),
+        must_be_empty=("runs",),
+        programs=programs,
+    )
+    upgrade_mlflow(target)
+    assert left_out == []
+    assert query(target, "UPDATE runs SET name = 'x' RETURNING run_uuid, experiment_id") == [("r", 7)]
+    assert query(target, "SELECT name FROM experiments") == [(name,)]
+    assert query(target, "SELECT nextval('experiments_experiment_id_seq'), value FROM metrics") == [(10, 0.5)]
+    assert query(target, "SELECT to_regclass('ran')") == [(None,)]
+    assert query(target, "SELECT version_num FROM alembic_version") != [(revision,)]
