@@ -25,7 +25,7 @@ def prepare_home(value: str | None = None) -> Path:
     an existing home.
 
     Raises:
-        StorageError: the folder cannot be created or written, or is not a folder.
+        StorageError: the folder cannot be created or written, is not a folder, or belongs to another user.
     """
     home = resolve_home(value)
     try:
@@ -53,15 +53,33 @@ def prepare_home(value: str | None = None) -> Path:
 
 def _ensure_private(folder: Path) -> None:
     """Create a folder with mode 0700, or remove the permissions of other users."""
-    if folder.is_symlink():  # it leads to a folder that the user chose
-        return
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid == os.geteuid():
-        if status.st_mode & 0o077:
-            folder.chmod(0o700)
-    elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    is_link = folder.is_symlink()  # it leads to a folder that the user chose
+    if not is_link:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    has_access = is_link or os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    if status.st_uid not in get_trusted_owners() or not has_access:
         raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}, and a home belongs to one user")
+    if not is_link and status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def get_trusted_owners() -> set[int]:
+    """Return the user ids that may own a home and the files in it: this user, and root, for mounted volumes."""
+    return {0, os.geteuid()}
+
+
+def read_own_text(path: Path) -> str:
+    """Return the content of a file in a home (UTF-8).
+
+    Raises:
+        OSError: the file cannot be read, or it or a link at its path belongs to another user.
+    """
+    with path.open(encoding="utf-8") as file:
+        for status in (path.lstat(), os.fstat(file.fileno())):
+            if status.st_uid not in get_trusted_owners():
+                raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}")
+        return file.read()
 
 
 _known: set[Path] = set()
@@ -82,14 +100,23 @@ def find_known_homes() -> list[Path]:
 
 
 def check_writable(home: Path) -> None:
-    """Check that this user may write to `home`, and owns the stack in it; raises StorageError otherwise."""
+    """Check that this user may write to `home` and owns the stack in it; the home may also belong to root.
+
+    Raises:
+        StorageError: the home or its stack belongs to another user, or the user may not write to the home.
+    """
+    for status in (home.lstat(), home.stat()):  # a link and its target
+        if status.st_uid not in get_trusted_owners():
+            raise _make_owner_error(home, status.st_uid)
     if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not writable for this user; {_REMEDY}")
     state = home / STATE_FILE
-    if state.exists() and state.stat().st_uid != os.geteuid():
-        raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r} belongs to uid {state.stat().st_uid}; run as that user, or {_REMEDY}"
-        )
+    if os.path.lexists(state) and (owner := state.lstat().st_uid) != os.geteuid():
+        raise _make_owner_error(home, owner)
+
+
+def _make_owner_error(home: Path, owner: int) -> StorageError:
+    return StorageError(f"{HOME_VARIABLE} {str(home)!r} belongs to uid {owner}; run as that user, or {_REMEDY}")
 
 
 def resolve_home(value: str | None = None) -> Path:

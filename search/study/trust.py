@@ -13,7 +13,7 @@ from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
 from hpsearch.storage.files import compute_sha256, write_private
-from hpsearch.storage.home import prepare_home, resolve_home
+from hpsearch.storage.home import prepare_home, read_own_text, resolve_home
 
 _RELATIVE = "its path is not absolute"
 _RESTORED = "the study was restored from a backup"
@@ -99,7 +99,7 @@ def trust_reference(reference: str) -> Path | None:
 
 def _read_record() -> dict[str, str]:
     try:
-        found = json.loads((resolve_home() / _RECORD).read_text())
+        found = json.loads(read_own_text(resolve_home() / _RECORD))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

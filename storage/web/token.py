@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, format_os_error
 from hpsearch.storage.files import write_private
-from hpsearch.storage.home import STATE_FILE, find_known_homes
+from hpsearch.storage.home import STATE_FILE, find_known_homes, read_own_text
 
 TOKEN_VARIABLE = "HPSEARCH_WEB_TOKEN"  # noqa: S105 the name of a variable
 AUTH_NAME = "hpsearch"  # value of MLFLOW_TRACKING_AUTH that selects storage.mlflow.token_auth
@@ -39,16 +39,16 @@ def read_token(home: Path) -> str | None:
     """Return the token of the installation in `home`; None if it has none.
 
     Raises:
-        StorageError: the file cannot be read, for example because it belongs to another user.
+        StorageError: the file cannot be read, or it or a link at its path belongs to another user.
     """
     try:
-        return (home / TOKEN_FILE).read_text(encoding="utf-8").strip() or None
+        return read_own_text(home / TOKEN_FILE).strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         path = str(home / TOKEN_FILE)
         raise StorageError(
-            f"the token file {path!r} cannot be read ({error}): delete it, then run hpsearch up"
+            f"the token file {path!r} cannot be read ({format_os_error(error)}): delete it, then run hpsearch up"
         ) from None
 
 

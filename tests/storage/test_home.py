@@ -9,6 +9,8 @@ import pytest
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import FOLDERS, prepare_home
+from hpsearch.storage.web.token import load_or_create_token
+from tests.second_user import UID, act_as_second_user, needs_root
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
@@ -110,3 +112,45 @@ def test_an_ordinary_user_cannot_use_a_folder_of_others(ordinary_user: OrdinaryU
     assert (
         "'artifacts' cannot be a private folder (it belongs to uid 0, and a home belongs to one user)" in shown.stderr
     )
+
+
+def _prepare_traps(folder: str) -> None:
+    """Create homes for the owner to use: a folder, a link, and files, folders and links in a shared folder."""
+    for name in ("taken", "taken/runs", "target"):
+        Path(folder, name).mkdir(mode=0o777)
+        Path(folder, name).chmod(0o777)
+    Path(folder, "link").symlink_to(Path(folder, "roots"))
+    Path(folder, "shared-folder", "runs").mkdir()
+    Path(folder, "shared-link", "runs").symlink_to(Path(folder, "target"))
+    Path(folder, "shared-stack", "stack.json").symlink_to(Path(folder, "nowhere"))
+    Path(folder, "shared-token", "web-token").write_text("known\n")
+    Path(folder, "shared-token", "trusted-objectives.json").write_text('{"file": "digest"}')
+    Path(folder, "shared-token-link", "web-token").symlink_to(Path(folder, "roots-file"))
+
+
+@needs_root
+def test_a_home_that_another_user_prepared_is_rejected(open_folder: Path) -> None:
+    for name in ("shared-folder", "shared-link", "shared-stack", "shared-token", "shared-token-link", "roots"):
+        (open_folder / name).mkdir()
+        (open_folder / name).chmod(0o777)
+    (open_folder / "roots-file").write_text("a file of root\n")
+    open_folder.chmod(0o777)
+    act_as_second_user(lambda: _prepare_traps(str(open_folder)))
+    for name in ("taken", "link", "shared-folder", "shared-link", "shared-stack"):
+        with pytest.raises(StorageError, match=rf"belongs to uid {UID}.*set HPSEARCH_HOME") as raised:
+            prepare_home(str(open_folder / name))
+        assert "\n" not in str(raised.value)
+    for name in ("shared-token", "shared-token-link"):
+        home = prepare_home(str(open_folder / name))
+        with pytest.raises(StorageError, match=rf"cannot be read \(it belongs to uid {UID}\): delete it"):
+            load_or_create_token(home)
+    assert prepare_home(str(open_folder / "roots"))
+
+
+@needs_root
+def test_an_ordinary_user_may_use_a_volume_of_root(open_folder: Path) -> None:
+    """Kubernetes mounts volumes that belong to root."""
+    (open_folder / "volume").mkdir()
+    (open_folder / "volume").chmod(0o777)
+    (open_folder / "link").symlink_to(open_folder / "volume")
+    assert act_as_second_user(lambda: str(prepare_home(str(open_folder / "link")))) == str(open_folder / "link")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shlex
@@ -354,6 +355,19 @@ def test_a_file_of_another_user_is_not_imported(storage: PostgresStorage, code: 
     os.chown(code, pwd.getpwnam("nobody").pw_uid, -1)
     make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
     with pytest.raises(SearchError, match="because the file belongs to another user; if you trust this code"):
+        load_study(storage, "s").objective()
+    assert not code.with_name("imported").exists()
+
+
+def test_confirmations_of_another_user_are_ignored(storage: PostgresStorage, code: Path, home: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("takes root to create a file of another user")
+    home.mkdir()
+    record = home / "trusted-objectives.json"
+    record.write_text(json.dumps({str(code): compute_sha256(code)}))
+    os.chown(record, pwd.getpwnam("nobody").pw_uid, -1)
+    make_study_of(storage, code, **{RESTORED: True})
+    with pytest.raises(SearchError, match="because the study was restored from a backup"):
         load_study(storage, "s").objective()
     assert not code.with_name("imported").exists()
 
