@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +49,27 @@ def load_objective(reference: str) -> BaseObjective:
     Raises:
         ObjectiveError: the reference is unknown, its code cannot be imported, or the class is not a valid objective.
     """
-    cls = _find_class(reference)
+    return _create(_find_class(reference))
+
+
+def load_checked_objective(reference: str, file: Path, sha256: str) -> BaseObjective:
+    """Load an objective as `load_objective` does, but only from the file and the code that were checked before.
+
+    Another user could exchange the file between its check and its import. For a module, this is the caller's task,
+    because Python finds and reads the module.
+
+    Args:
+        reference: as for `load_objective`.
+        file: resolved path of the checked file.
+        sha256: hexadecimal SHA-256 of the checked code.
+
+    Raises:
+        ObjectiveError: as for `load_objective`, or a reference to a file now leads to other code.
+    """
+    return _create(_find_class(reference, checked=(file, sha256)))
+
+
+def _create(cls: type[BaseObjective]) -> BaseObjective:
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ObjectiveError(
@@ -95,25 +115,26 @@ def is_file_reference(reference: str) -> bool:
 
 def locate_source(reference: str) -> Path | None:
     """Return the file that a reference would import, without importing it; None if there is no such file."""
-    return files[-1] if (files := locate_sources(reference)) else None
+    return files[-1].resolve() if (files := locate_sources(reference)) else None
 
 
 def locate_sources(reference: str) -> list[Path]:
     """Return the files that a reference would import, without importing them; empty if the last file is missing.
 
-    Before the file of the objective, a module has the `__init__.py` of its packages, because they run first.
+    Before the file of the objective, a module has the `__init__.py` of its packages, because they run first. Links in
+    the absolute paths are not resolved.
     """
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:
-        return [file[0].resolve()] if file[0].is_file() else []
+        return [file[0].absolute()] if file[0].is_file() else []
     parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
     for number in range(1, len(parts) + 1):
         spec, folders = _find_spec(".".join(parts[:number]), folders)
         if spec is None and not folders:
             return []
         origin = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-        files.append(origin.resolve() if origin is not None and origin.is_file() else None)
+        files.append(origin.absolute() if origin is not None and origin.is_file() else None)
     return [file for file in files if file is not None] if files[-1] is not None else []
 
 
@@ -134,12 +155,12 @@ def _find_spec(name: str, folders: list[str] | None) -> tuple[ModuleSpec | None,
         return None, [str(path) for folder in folders or () if (path := Path(folder, name.rpartition(".")[2])).is_dir()]
 
 
-def _find_class(reference: str) -> type[BaseObjective]:
+def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> type[BaseObjective]:
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:
         path, name = file
-        module = _import_file(path)
+        module = _import_file(path, checked)
         return _named_class(module, name, format_path(path)) if name else _only_class(module, path)
     module_name, _, name = reference.partition(":")
     if not name:
@@ -162,27 +183,32 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
     return (Path(path).expanduser(), name) if Path(path).suffix == ".py" or os.sep in path else None
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
+    """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code."""
     if not path.is_file():
         create = f"hpsearch init {shlex.quote(path.name)}"
         raise ObjectiveError(f"file {format_path(path)} does not exist; create it with: {create}")
     path = path.resolve()
     with _wrap_import_errors(path):
         content = path.read_bytes()
+        if checked not in (None, (path, hashlib.sha256(content).hexdigest())):
+            raise ObjectiveError(
+                f"file {format_path(path)} changed between its check and its import; repeat the command"
+            )
         _search_first(path.parent)
     # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
     name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise ObjectiveError(f"objective file {format_path(path)} must end in .py")
-    loader = spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         with _wrap_import_errors(path):
-            loader.exec_module(module)
+            # The loader itself would read the file again, or run a compiled file in __pycache__.
+            exec(spec.loader.source_to_code(content, str(path)), vars(module))  # noqa: S102 the code of the objective
     except BaseException:  # Ctrl-C must not leave a partly loaded module either
         del sys.modules[name]
         raise

@@ -140,22 +140,22 @@ def sync(
 def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     """Allow the import of a study's objective.
 
-    This is necessary on a machine where you did not start the study, if its code has changed, belongs to another user,
-    or comes from a backup. `run` confirms the objective that it is given.
+    This is necessary on a machine where you did not start the study, if its code has changed, can be changed by another
+    user, or comes from a backup. `run` confirms the objective that it is given.
     """
-    from hpsearch.objectives.loading import locate_source
     from hpsearch.search.api.opening import open_study
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.study.trust import read_code
 
     study, _ = open_study(name, where)
     reference = study.spec.objective
-    if (source := locate_source(reference)) is None:
+    if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
-    if not yes and not confirm(f"may hpsearch run the code in {str(source)!r} as you?"):
+    if not yes and not confirm(f"may hpsearch run the code in {str(code.file)!r} as you?"):
         echo("not confirmed: the objective stays untrusted")
         raise typer.Exit(1)
-    study.trust_code()
-    echo(f"commands on this machine may import {source}")
+    study.trust_code(code)
+    echo(f"commands on this machine may import {code.file}")
 
 
 @register(MONITOR_SECTION)

@@ -35,6 +35,7 @@ from hpsearch.search.study.enqueue import Configurations, check_budget, default_
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.preflight import check_objective_code, name_setting_of_metric
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
+from hpsearch.search.study.trust import read_code
 from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
@@ -288,7 +289,7 @@ def begin_search(
         )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         with suppress(StorageError):  # without the record, the code is accepted until it changes
-            study.trust_code()  # the caller has named the objective
+            study.trust_code(read_code(study.spec.objective))  # the caller has named the objective
         start_timeout(study)
         if checkpoint_url is not None:
             store_checkpoint_url(study, checkpoint_url)

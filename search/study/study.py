@@ -15,7 +15,7 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.loading import load_objective, source_hash
+from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
@@ -23,7 +23,7 @@ from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
-from hpsearch.search.study.trust import check_source, trust_reference
+from hpsearch.search.study.trust import Code, check_source, record_trust
 from hpsearch.storage.attributes import FOLDER_NAME, RESTORED, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
@@ -149,18 +149,22 @@ class StoredStudy:
             SearchError: the user has to confirm the objective's code.
             ObjectiveError: the objective cannot be loaded, or a metric does not fit the objective.
         """
-        check_source(self.spec.name, self.spec.objective, self.attrs, allow_changed=allow_changed)
-        objective = load_objective(self.spec.objective)
+        reference = self.spec.objective
+        code = check_source(self.spec.name, reference, self.attrs, allow_changed=allow_changed)
+        if code is None:
+            objective = load_objective(reference)
+        else:
+            objective = load_checked_objective(reference, code.file, code.sha256)
         set_metrics(objective, self.spec)
         return objective
 
-    def trust_code(self) -> None:
-        """Record that the user confirms the current code of the study's objective.
+    def trust_code(self, code: Code | None) -> None:
+        """Record that the user confirms the code of the study's objective.
 
         Raises:
             StorageError: the record cannot be written.
         """
-        trust_reference(self.spec.objective)
+        record_trust(self.spec.objective, code)
         if self.attrs.get(RESTORED):
             self.set_attr(RESTORED, None)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.loading import BUILTIN, is_file_reference, locate_source, locate_sources
+from hpsearch.objectives.loading import BUILTIN, is_file_reference, locate_sources
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
-from hpsearch.storage.files import compute_sha256, write_private
+from hpsearch.storage.files import compute_sha256, find_changeable_part, write_private
 from hpsearch.storage.home import prepare_home, read_own_text, resolve_home
 
 _RELATIVE = "its path is not absolute"
@@ -23,12 +23,38 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _RECORD = "trusted-objectives.json"  # hash by path of the files that the user has named or confirmed
 
 
-def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_changed: bool = False) -> None:
+@dataclass(frozen=True)
+class Code:
+    """The code of an objective, located without importing it.
+
+    Attributes:
+        file: resolved path of the objective's file.
+        sha256: hexadecimal SHA-256 of this file.
+        located: paths of the files that an import runs, the objective's file last; their links are not resolved.
+    """
+
+    file: Path
+    sha256: str
+    located: Sequence[Path]
+
+
+def read_code(reference: str) -> Code | None:
+    """Return the code at the reference of an objective; None if its file is not on this machine."""
+    if not (located := locate_sources(reference)):
+        return None
+    file = located[-1].resolve()
+    try:
+        return Code(file, compute_sha256(file), located)
+    except FileNotFoundError:  # removed meanwhile
+        return None
+
+
+def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_changed: bool = False) -> Code | None:
     """Check, without importing it, that the code of a study's objective may be imported.
 
     Built-in objectives and files that the user has named or confirmed may be imported. Another file may be imported if
-    it belongs to the user and has the hash of the study's creation. The packages of a module must belong to the user
-    too, unless they are installed.
+    no other user can change or replace it and if it has the hash of the study's creation. The same holds for the
+    packages of a module, unless they are installed.
 
     Args:
         name: name of the study.
@@ -38,12 +64,18 @@ def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_c
             a worker is a request to run the study's code. A restored study still needs a confirmation, and a missing
             file is rejected.
 
+    Returns:
+        The code that may be imported; None for a built-in objective.
+
     Raises:
         SearchError: the user has to confirm the code.
     """
-    reason = find_distrust(reference, attrs)
+    if reference in BUILTIN:
+        return None
+    code = read_code(reference)
+    reason = _find_distrust(reference, attrs, code)
     if reason is None or (allow_changed and reason not in (_RESTORED, _RELATIVE, _MISSING)):
-        return
+        return code
     if reason == _MISSING:
         raise SearchError(
             f"the objective {reference} of study {name!r} is not imported, because {reason}; copy the file to this "
@@ -57,44 +89,58 @@ def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_c
 
 def find_distrust(reference: str, attrs: Mapping[str, Any]) -> str | None:
     """Return why the user has to confirm the code of a study's objective; None if it may be imported."""
-    if reference in BUILTIN:
-        return None
-    if is_file_reference(reference) and not reference.startswith("/"):
+    return None if reference in BUILTIN else _find_distrust(reference, attrs, read_code(reference))
+
+
+def _find_distrust(reference: str, attrs: Mapping[str, Any], code: Code | None) -> str | None:
+    is_file = is_file_reference(reference)
+    if is_file and not reference.startswith("/"):
         return _RELATIVE
-    sources = locate_sources(reference)
-    digest = compute_sha256(sources[-1]) if sources else None
-    if sources and _read_record().get(str(sources[-1])) == digest:
+    # The import of a module follows links again, unlike that of a file.
+    if (
+        code is not None
+        and _read_record().get(str(code.file)) == code.sha256
+        and (is_file or not _has_changeable_link(code))
+    ):
         return None
     if attrs.get(RESTORED):
         return _RESTORED
-    if not sources:
+    if code is None:
         return _MISSING
-    if attrs.get(SOURCE_SHA256) != digest:
+    if attrs.get(SOURCE_SHA256) != code.sha256:
         return "its code has changed since the study was created"
-    for source in sources:
-        if not is_file_reference(reference) and _INSTALLED.intersection(source.parts):
+    return _find_foreign_code(code, is_file=is_file)
+
+
+def _has_changeable_link(code: Code) -> bool:
+    return code.located[-1] != code.file and find_changeable_part(code.located[-1]) is not None
+
+
+def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
+    # A module can also import modules of the working folder.
+    for path in code.located if is_file else [*code.located, Path.cwd()]:
+        if not is_file and _INSTALLED.intersection(path.parts):
             continue
-        if source.stat().st_uid not in {os.geteuid(), 0}:
-            return "the file belongs to another user"
-        if any((folder / "stack.json").exists() for folder in source.parents):
+        if (part := find_changeable_part(path)) is not None:
+            return f"another user can change {str(part)!r}"
+        if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"
     return None
 
 
-def trust_reference(reference: str) -> Path | None:
-    """Record the current code at a reference as trusted on this machine, and return its file; None if there is none.
+def record_trust(reference: str, code: Code | None) -> None:
+    """Record code as trusted on this machine; a built-in objective needs no record.
 
     The record is in the folder of $HPSEARCH_HOME or, without this variable, in the user's data folder.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    if reference in BUILTIN or (source := locate_source(reference)) is None:
-        return None
+    if reference in BUILTIN or code is None:
+        return
     record = _read_record()
-    if record.get(str(source)) != (digest := compute_sha256(source)):
-        write_private(prepare_home() / _RECORD, json.dumps({**record, str(source): digest}, indent=2))
-    return source
+    if record.get(str(code.file)) != code.sha256:
+        write_private(prepare_home() / _RECORD, json.dumps({**record, str(code.file): code.sha256}, indent=2))
 
 
 def _read_record() -> dict[str, str]:

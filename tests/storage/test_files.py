@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.files import append_atomically, compute_folder_bytes, lock_file, read_last_lines, read_tail
+from hpsearch.storage.files import (
+    append_atomically,
+    compute_folder_bytes,
+    find_changeable_part,
+    lock_file,
+    read_last_lines,
+    read_tail,
+)
 
 
 def test_the_size_of_a_changing_folder(tmp_path: Path) -> None:
@@ -89,3 +96,27 @@ def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     log.write_text("x" * 5_000_000)
     assert len(read_tail(log)) == 1_000
     assert read_tail(tmp_path / "missing.log") == ""
+
+
+def test_parts_of_a_path_that_another_user_can_change(tmp_path: Path) -> None:
+    file, shared = tmp_path / "own" / "file", tmp_path / "shared"
+    for folder in (file.parent, shared, shared / "own"):
+        folder.mkdir(mode=0o755)
+    file.touch(mode=0o644)
+    (tmp_path / "link").symlink_to(file.parent)
+    (file.parent / "up").symlink_to("../link/file")
+    (shared / "up").symlink_to(file)
+    (shared / "own" / "file").touch(mode=0o644)
+    for path in (file, tmp_path / "link" / "file", file.parent / "up"):
+        assert find_changeable_part(path) is None
+    shared.chmod(0o1777)
+    assert find_changeable_part(shared / "own" / "file") is None, "others cannot replace folders in a sticky folder"
+    assert find_changeable_part(shared / "up") == shared, "others can add files next to this one"
+    shared.chmod(0o777)
+    assert find_changeable_part(shared / "own" / "file") == shared
+    assert find_changeable_part(shared / ".." / "own" / "file") == shared
+    file.chmod(0o666)
+    assert find_changeable_part(file.parent / "up") == file
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "missing"):
+        assert find_changeable_part(path) == path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import py_compile
 import shlex
 import sys
 import threading
@@ -19,16 +20,18 @@ import pytest
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.loading import load_objective, locate_source
 from hpsearch.objectives.template import write_template
-from hpsearch.search.cli import run_command
+from hpsearch.search.cli import run_command, steer
 from hpsearch.search.errors import SearchError
+from hpsearch.search.study import study as study_module
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.search.study.trust import check_source
+from hpsearch.search.study.trust import check_source, read_code
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RESTORED, RUN_ID, SOURCE_SHA256, SPEC, TRACKING_URI
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.mlflow import credentials
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.factories import spec_of
+from tests.second_user import UID, act_as_second_user, needs_root
 
 TOKEN = "0123456789abcdef"
 
@@ -354,7 +357,7 @@ def test_a_file_of_another_user_is_not_imported(storage: PostgresStorage, code: 
         pytest.skip("takes root to create a file of another user")
     os.chown(code, pwd.getpwnam("nobody").pw_uid, -1)
     make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
-    with pytest.raises(SearchError, match="because the file belongs to another user; if you trust this code"):
+    with pytest.raises(SearchError, match=f"because another user can change '{code}'; if you trust this code"):
         load_study(storage, "s").objective()
     assert not code.with_name("imported").exists()
 
@@ -370,6 +373,122 @@ def test_confirmations_of_another_user_are_ignored(storage: PostgresStorage, cod
     with pytest.raises(SearchError, match="because the study was restored from a backup"):
         load_study(storage, "s").objective()
     assert not code.with_name("imported").exists()
+
+
+@pytest.fixture
+def exposed(open_folder: Path) -> Path:
+    """Return a folder of a second user of the machine, with a file that records its import."""
+    folder = open_folder / "exposed"
+    folder.mkdir()
+    os.chown(folder, UID, -1)
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(open_folder)!r}, 'imported').touch()\n")
+    return folder
+
+
+@needs_root
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("is_named", [False, True], ids=["own file", "file that the user has named"])
+def test_a_link_that_another_user_replaces_does_not_change_the_imported_file(
+    storage: PostgresStorage, code: Path, exposed: Path, monkeypatch: pytest.MonkeyPatch, *, is_named: bool
+) -> None:
+    """The second user replaces a link in the moment between the check of the file and its import."""
+    link, evil = exposed / "link.py", exposed / "evil.py"
+    link.symlink_to(code)
+    os.lchown(link, UID, -1)
+    make_study_of(storage, link, **{SOURCE_SHA256: compute_sha256(code)})
+    study = load_study(storage, "s")
+    if is_named:
+        study.trust_code(read_code(str(code)))
+    replace_after_check(monkeypatch, link, evil)
+    with pytest.raises((SearchError, ObjectiveError)) as raised:
+        study.objective()
+    expected = "changed between its check and its import" if is_named else f"another user can change '{exposed}'"
+    assert expected in str(raised.value)
+    assert not (exposed.parent / "imported").exists()
+    assert not code.with_name("imported").exists()
+
+
+def replace_after_check(monkeypatch: pytest.MonkeyPatch, link: Path, target: Path) -> None:
+    """Let the second user replace `link` after each check of an objective's code."""
+
+    def check_and_wait(*arguments: Any, **options: Any) -> Any:
+        checked = check_source(*arguments, **options)
+        act_as_second_user(lambda: (link.unlink(), link.symlink_to(target)))
+        return checked
+
+    monkeypatch.setattr(study_module, "check_source", check_and_wait)
+
+
+@needs_root
+@pytest.mark.usefixtures("home")
+def test_a_confirmation_is_for_the_displayed_file(
+    storage: PostgresStorage, code: Path, exposed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second user replaces a link while the user reads the question."""
+    link, evil = exposed / "link.py", exposed / "evil.py"
+    link.symlink_to(code)
+    make_study_of(storage, link)
+
+    def confirm(question: str) -> bool:
+        assert str(code) in question
+        act_as_second_user(lambda: (link.unlink(), link.symlink_to(evil)))
+        return True
+
+    monkeypatch.setattr(steer, "confirm", confirm)
+    assert run_command(["trust", "s"]) == 0
+    with pytest.raises(SearchError, match="its code has changed"):
+        load_study(storage, "s").objective()
+    assert not (exposed.parent / "imported").exists()
+
+
+@needs_root
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("exposure", ["owner of a folder", "everybody", "group", "sticky folder"])
+def test_a_file_in_a_folder_of_another_user_is_not_imported(
+    storage: PostgresStorage, code: Path, exposure: str
+) -> None:
+    """Another user can replace the file, or add modules that it imports."""
+    folder = code.parent
+    if exposure == "owner of a folder":
+        os.chown(folder, UID, -1)
+    elif exposure == "group":
+        os.chown(folder, -1, UID)
+    folder.chmod({"everybody": 0o777, "group": 0o775, "sticky folder": 0o1777}.get(exposure, 0o755))
+    make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
+    with pytest.raises(SearchError, match=f"because another user can change '{folder}'; if you trust"):
+        load_study(storage, "s").objective()
+    assert not code.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_module_is_not_imported_in_a_folder_of_another_user(
+    storage: PostgresStorage, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working folder could contain a module that an imported module imports if it is installed."""
+    study = make_study_of_module(storage, package)
+    folder = package.parents[3] / "working folder"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.syspath_prepend(package.parents[2])
+    monkeypatch.chdir(folder)
+    with pytest.raises(SearchError, match=f"because another user can change '{folder}'"):
+        study.objective()
+    assert not list(package.parents[1].rglob("*imported"))
+
+
+@pytest.mark.usefixtures("home")
+def test_a_compiled_file_does_not_replace_the_checked_file(storage: PostgresStorage, code: Path) -> None:
+    """Python runs a compiled file in `__pycache__` if it has the time and size of its source."""
+    benign = code.read_text()
+    evil = "import pathlib; pathlib.Path(__file__).with_name('evil').touch()\n"
+    code.write_text(f"{evil}#{'-' * (len(benign) - len(evil) - 1)}")
+    status = code.stat()
+    py_compile.compile(str(code))
+    code.write_text(benign)
+    os.utime(code, ns=(status.st_atime_ns, status.st_mtime_ns))
+    make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
+    assert load_study(storage, "s").objective()
+    assert not code.with_name("evil").exists()
 
 
 def test_a_file_in_the_home_folder_is_not_imported(storage: PostgresStorage, code: Path, home: Path) -> None:
@@ -444,7 +563,7 @@ def test_a_module_of_another_user_is_not_imported(storage: PostgresStorage, pack
         pytest.skip("takes root to create a file of another user")
     path = next(package.parents[1].rglob(foreign))
     os.chown(path, pwd.getpwnam("nobody").pw_uid, -1)
-    with pytest.raises(SearchError, match="because the file belongs to another user"):
+    with pytest.raises(SearchError, match=f"because another user can change '{path}'"):
         make_study_of_module(storage, package).objective()
     assert not list(package.parents[1].rglob("*imported"))
 
