@@ -13,6 +13,7 @@ from hpsearch.search.samplers.suggest import get_resplit_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import table, train
 
 
@@ -106,11 +107,11 @@ def test_without_sampling_errors_there_is_no_expected_test_score(study: StoredSt
     assert "no prediction interval: the sampling error of the validation data is unknown" in format_confirmation(study)
 
 
-def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study: StoredStudy) -> None:
+def test_a_set_of_finalists_from_before_new_splits_continues_without_them(study: StoredStudy, owner_url: str) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     spec = chosen.attrs[SPEC]
     del spec["finalists_of"]["divisions"]  # the stored format of that version
-    chosen.set_attr(SPEC, spec)
+    open_storage(owner_url, application_name="test owner").set_study_user_attr(chosen.study_id, SPEC, spec)
     again, made = create_or_join(study, top=2, seeds=2)
     assert (again.study_id, made) == (chosen.study_id, False)
     assert get_resplit_seed(again.spec, 0) is None

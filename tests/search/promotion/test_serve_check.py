@@ -19,6 +19,7 @@ from hpsearch.search.promotion.serve_check import _score_predictions, find_versi
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.mlflow.registry import Registry
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked
 
 
@@ -60,11 +61,12 @@ def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
             find_version(registry, f"models:/{tracked.name}{missing}")
 
 
-def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Tracked) -> None:
+def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Tracked, owner_url: str) -> None:
     """A metric of the study that the objective lacks is an error, also if it is not the first one."""
     version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
     spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
-    tracked.stored.set_attr(SPEC, spec.model_dump())
+    owner = open_storage(owner_url, application_name="test owner")
+    owner.set_study_user_attr(tracked.stored.study_id, SPEC, spec.model_dump())
     with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with metric 'accuracy'"):
         serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}", allow_code=True)
 

@@ -115,7 +115,7 @@ def first_suggestion(worker: Worker, number: int) -> optuna.Trial:
 
 
 def test_suggestions_see_concurrent_writes_of_other_workers(database_url: str) -> None:
-    worker, other = Worker(database_url, sampler={"name": "random"}), Worker(database_url)
+    worker, other = (Worker(database_url, sampler={"name": "random"}) for _ in range(2))
     claim, others_claim = worker.claim(), other.claim()
     twin = first_suggestion(worker, claim.number)
     made: list[dict[str, object]] = []

@@ -10,12 +10,18 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 
 from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.process_identity import make_process_name
 
 
 def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
     storage.set_study_user_attr(study_id, SPEC, {"retries": 1, **spec})
+
+
+def set_retries(owner_url: str, study_id: int, retries: int, *, n_trials: int) -> None:
+    """Change the retries of a study, which only the owner of the database can do."""
+    budget(open_storage(owner_url, application_name="test owner"), study_id, n_trials=n_trials, retries=retries)
 
 
 Join = Callable[..., Claims]

@@ -22,7 +22,7 @@ from hpsearch.storage.trials.claims import (
     count_running_trials,
 )
 from hpsearch.storage.trials.finishing import Outcome
-from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
+from tests.storage.trials.support import Join, budget, kill, outcomes, rows, set_retries, states, take
 
 
 def test_the_budget_limits_the_started_trials(storage: BaseStorage, study_id: int, join: Join) -> None:
@@ -266,10 +266,10 @@ def test_the_spec_is_read_in_the_format_of_optuna(storage: BaseStorage, engine: 
 
 
 def test_an_attempt_with_progress_costs_no_retry(
-    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+    storage: BaseStorage, engine: sa.Engine, study_id: int, owner_url: str, join: Join
 ) -> None:
     """Each attempt adds an epoch with a checkpoint before its worker dies. Later ones do not, so the trial fails."""
-    budget(storage, study_id, n_trials=1, retries=2)
+    set_retries(owner_url, study_id, 2, n_trials=1)
     for epoch in range(5):
         claims = join()
         claims.report(claim := take(claims), epoch, 0.5, stored(f"{epoch}.pt"))

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from tests.storage.trials.support import begin_at_once, budget, outcomes, rows
+from tests.storage.trials.support import begin_at_once, budget, outcomes, rows, set_retries
 
 WORKER_PROGRAM = """
 import sys
@@ -35,9 +35,9 @@ def spawn(url: str, study_id: int) -> subprocess.Popen[str]:
 
 
 def test_many_processes_with_a_kill_run_exactly_the_budget(
-    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
+    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str, owner_url: str
 ) -> None:
-    budget(storage, study_id, n_trials=100, retries=5)
+    set_retries(owner_url, study_id, 5, n_trials=100)
     workers = [spawn(database_url, study_id) for _ in range(4)]
     begin_at_once(workers)
     assert workers[0].stdout is not None

@@ -19,7 +19,7 @@ from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, Spending, change_bu
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_trials_stopped_by_budget
-from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
+from tests.storage.trials.support import begin_at_once, budget, kill, rows, set_retries, take
 
 EPOCHS = 4  # epochs of a full trial
 
@@ -262,9 +262,9 @@ while (claim := claims.claim()) != NoTrialAvailable(0):
 
 
 def test_many_processes_with_kills_spend_exactly_the_budget(
-    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
+    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str, owner_url: str
 ) -> None:
-    budget(storage, study_id, n_trials=1000, retries=50)
+    set_retries(owner_url, study_id, 50, n_trials=1000)
     with engine.begin() as connection:
         create_spending(connection, study_id, epochs=203, seconds=None)
     command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
