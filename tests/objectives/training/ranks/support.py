@@ -17,7 +17,7 @@ from hpsearch.objectives.training.ranks import init_process_group
 WAIT = 300.0  # time limit in seconds for all ranks, for busy machines
 
 
-def on_ranks(world, function, *arguments, timeout=120.0):
+def on_ranks(world, function, *arguments, timeout=120.0, store_path=None):
     """Call the function with the ranks and the arguments on each rank, and return all results."""
     bind = make_parent_death_hook()
     context = multiprocessing.get_context("fork")
@@ -25,7 +25,7 @@ def on_ranks(world, function, *arguments, timeout=120.0):
         port = free.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_rank, args=(bind, rank, world, port, timeout, sent, function, arguments))
+        context.Process(target=_rank, args=(bind, rank, world, port, timeout, store_path, sent, function, arguments))
         for rank, (_, sent) in enumerate(pipes)
     ]
     for process in processes:
@@ -51,14 +51,14 @@ def _received(pipe):
         return False, "a rank died"
 
 
-def _rank(bind, rank, world, port, timeout, sent, function, arguments):
+def _rank(bind, rank, world, port, timeout, store_path, sent, function, arguments):
     bind()
     torch.set_num_threads(1)
     here = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     variables = {"RANK": rank, "WORLD_SIZE": world, **here}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        with init_process_group(timeout=timeout) as ranks:
+        with init_process_group(timeout=timeout, store_path=store_path) as ranks:
             value = True, function(ranks, *arguments)
     except BaseException:
         value = False, f"rank {rank}: {traceback.format_exc()}"

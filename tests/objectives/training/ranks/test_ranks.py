@@ -3,6 +3,7 @@
 import math
 import os
 
+import psutil
 import pytest
 import torch
 
@@ -34,6 +35,16 @@ def test_collective_operations_of_ranks():
     assert first == ([2.0, 1.0], 0, [0, 1], [[0.0, 0.0], [0]], [torch.tensor([0.5])], [0, 2, 4])
     assert second[:-1] == first[:-1]
     assert second[-1] == [1, 3]
+
+
+def find_listening_addresses(ranks):
+    ranks.all_gather_object(None)
+    sockets = psutil.Process().net_connections()
+    return {item.laddr.ip for item in sockets if item.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path):
+    assert on_ranks(2, find_listening_addresses, store_path=tmp_path / "ranks") == [{"127.0.0.1"}] * 2
 
 
 def test_collective_operations_of_a_single_process():
