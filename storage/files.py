@@ -152,9 +152,12 @@ def find_changeable_part(path: Path) -> Path | None:
     itself. The user's private group does not count as others.
     """
     current, names, links = Path(path.anchor), list(path.parts[1:]), 0
-    if _can_others_change(current.lstat(), is_sticky_safe=len(names) > 1):
+    if _can_others_change(current.lstat(), is_sticky_safe=True):
         return current
     while names:
+        # After `..` or a link, this can be a folder that passed as a part in the middle of the path.
+        if len(names) == 1 and _can_others_change(current.lstat(), is_sticky_safe=False):
+            return current
         name = names.pop(0)
         if name == "..":
             current = current.parent
@@ -171,7 +174,7 @@ def find_changeable_part(path: Path) -> Path | None:
             target = part.readlink()
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
             current = Path(target.anchor) if target.is_absolute() else current
-        elif _can_others_change(status, is_sticky_safe=len(names) > 1):
+        elif _can_others_change(status, is_sticky_safe=bool(names)):
             return part
         else:
             current = part

@@ -111,7 +111,10 @@ def test_parts_of_a_path_that_another_user_can_change(tmp_path: Path) -> None:
         assert find_changeable_part(path) is None
     shared.chmod(0o1777)
     assert find_changeable_part(shared / "own" / "file") is None, "others cannot replace folders in a sticky folder"
-    assert find_changeable_part(shared / "up") == shared, "others can add files next to this one"
+    (shared / "here").symlink_to(".")
+    (shared / "script").touch(mode=0o644)
+    for path in ("up", "own/../up", "own/../script", "here/script", "own/../here/script"):
+        assert find_changeable_part(shared / path) == shared, "others can add files next to this one"
     shared.chmod(0o777)
     assert find_changeable_part(shared / "own" / "file") == shared
     assert find_changeable_part(shared / ".." / "own" / "file") == shared
