@@ -23,7 +23,9 @@ TOKEN_FILE = "web-token"  # noqa: S105 the name of a file
 TOKEN_PARAMETER = "token"  # noqa: S105 the name of a query parameter
 
 _LOOPBACK = "127.0.0.1"
-_LINK = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
+
+# It ends where a terminal may end a link, and before a second address, which must not get the token.
+_LINK = re.compile(r"http://127\.0\.0\.1:\d+(?:(?!://)[\w/#?&=.%+~:@,;-])*", re.ASCII)
 _LISTENER = r" 0100007F:{port} 00000000:0000 0A \S+ \S+ \S+ +(\d+) "  # in /proc/net/tcp; the group is the user id
 
 

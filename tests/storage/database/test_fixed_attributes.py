@@ -87,6 +87,8 @@ def test_temporary_tables_do_not_hide_studies_from_the_trigger(
         ({"tensorboard": "/logs"}, {"tensorboard": None}),
         ({}, {"seed": 1}),
         ({}, {"retry_on": []}),
+        ({"objective": "/own/objective.py:Own"}, {"objective": "digits"}),
+        ({"objective": "objectives.wine:Wine"}, {"objective": "digits"}),
         ({"sampler": {"name": "tpe"}}, {"sampler": {"name": "random"}}),
         ({"sampler": {"name": "tpe"}}, {"sampler": None}),
     ],

@@ -27,7 +27,7 @@ from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.embedded.web_service import WebService
-from hpsearch.storage.web.token import add_token, find_token, is_own_listener, read_token
+from hpsearch.storage.web.token import add_token, add_tokens, find_token, is_own_listener, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
 from tests.web import open_url
 
@@ -275,6 +275,13 @@ def test_the_token_is_added_only_for_the_addresses_of_the_stack(stack: StackInfo
         "http://127.0.0.1:x/",
     ):
         assert add_token(other) == other
+
+
+@pytest.mark.parametrize("separator", ["|", '"', "`", ";", "\u00a6"])
+def test_an_address_behind_one_of_the_stack_gets_no_token(stack: StackInfo, token: str, separator: str) -> None:
+    shown = add_tokens(f"{stack.tracking_uri}/{separator}http://evil.example/x")
+    assert shown.endswith("://evil.example/x")
+    assert token in shown
 
 
 def test_mlflow_works_without_settings_in_a_program_that_knows_only_the_address(stack: StackInfo) -> None:

@@ -37,7 +37,8 @@ _FUNCTION = """
            AND NOT EXISTS (
                SELECT FROM jsonb_each(before) AS b (key, value)
                 WHERE b.key NOT IN ('n_trials', 'budget_epochs', 'budget_seconds')
-                  AND CASE WHEN b.key = 'objective' AND after ->> 'objective' ~ '^[a-z_]+$' THEN false
+                  AND CASE WHEN b.key = 'objective' AND starts_with(
+                                before ->> 'objective', 'objectives.' || (after ->> 'objective') || ':') THEN false
                            WHEN b.key IN ('sampler', 'pruner') AND jsonb_typeof(b.value) = 'object'
                                 THEN (after -> b.key @> b.value) IS NOT TRUE
                            ELSE after -> b.key IS DISTINCT FROM b.value END)
