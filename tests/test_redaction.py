@@ -36,6 +36,13 @@ from hpsearch.redaction import redact
         (r'body "{\"secret\": \"s t\", \"x\": 1}"', r'body "{\"secret\": ***, \"x\": 1}"'),
         ("{'api_key': b'k', 'password': 123}", "{'api_key': ***, 'password': ***}"),
         ("{'password': 'cut off", "{'password': ***"),
+        ("host = h password = secret dbname = x", "host = h password = *** dbname = x"),
+        ("connect(api_key='k', x=1)", "connect(api_key=***, x=1)"),
+        ("API_KEY = 'k'\nhf_token = \"t\"", "API_KEY = ***\nhf_token = ***"),
+        ("https://h/p?account_key=k&x=1", "https://h/p?account_key=***&x=1"),
+        ("curl -s -u user:pw https://h/p", "curl -s -u user:*** https://h/p"),
+        ("curl --user 'user:pw' https://h/p", "curl --user 'user:***' https://h/p"),
+        ("Authorization: abc.def", "Authorization: ***"),
     ],
 )
 def test_secrets_are_hidden(text: str, redacted: str) -> None:
@@ -64,6 +71,10 @@ def test_secrets_are_hidden(text: str, redacted: str) -> None:
         "    token: torch.Tensor\n    password: str",
         "secrets: [POSTGRES_PASSWORD]",
         "password:\nnext line",
+        "password = read_password()\npassword = settings.password.get()",
+        "pad_token = '<pad>', sep_token=\"</s>\"",
+        "docker run -u 1000:1000 image",
+        "authorization: str | None = None",
     ],
 )
 def test_other_texts_are_kept(text: str) -> None:

@@ -138,10 +138,10 @@ def sync(
 
 @register(MONITOR_SECTION)
 def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
-    """Allow the import of a study's objective.
+    """Allow the import of a study's objective, and of its sampler from OptunaHub.
 
-    This is necessary on a machine where you did not start the study, if its code has changed, can be changed by another
-    user, or comes from a backup. `run` confirms the objective that it is given.
+    This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
+    changed by another user, or comes from a backup. `run` confirms the objective that it is given.
     """
     from hpsearch.search.api.opening import open_study
     from hpsearch.search.errors import SearchError
@@ -151,11 +151,13 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     reference = study.spec.objective
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
-    if not yes and not confirm(f"may hpsearch run the code in {str(code.file)!r} as you?"):
-        echo("not confirmed: the objective stays untrusted")
+    sampler = study.spec.sampler.downloaded_code
+    named = f"{code.file} and {sampler}" if sampler else str(code.file)
+    if not yes and not confirm(f"may hpsearch run the code in {named!r} as you?"):
+        echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
     study.trust_code(code)
-    echo(f"commands on this machine may import {code.file}")
+    echo(f"commands on this machine may import {named}")
 
 
 @register(MONITOR_SECTION)

@@ -25,6 +25,11 @@ class SamplerSpec(RegisteredOptions):
     # Whether the sampler uses the trials of earlier studies (`search.freeze_thaw.warm_start`).
     can_warm_start: ClassVar[bool] = False
 
+    @property
+    def downloaded_code(self) -> str | None:
+        """Description of the code that `prepare` downloads and imports; None if there is none."""
+        return None
+
     def max_trials(self) -> int | None:
         """Return the number of configurations that the sampler can suggest; None if unlimited, or not known yet."""
         return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from hpsearch.search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.cmaes_state import load_state
 from hpsearch.search.spec.kinds import Number
 
 if TYPE_CHECKING:
@@ -160,6 +161,15 @@ def _make_cmaes_sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
             if "fixed_params" in trial.system_attrs:  # an enqueued trial is not a sample of CMA-ES's distribution
                 return {}
             return super().sample_relative(study, trial, search_space)
+
+        def _restore_optimizer(self, completed_trials: list[FrozenTrial]) -> Any:
+            for trial in reversed(completed_trials):
+                parts = {
+                    key: part for key, part in trial.system_attrs.items() if key.startswith(self._attr_key_optimizer)
+                }
+                if parts:
+                    return load_state(self._concat_optimizer_attrs(parts), trial.number)
+            return None
 
         def _get_trials(self, study: Study) -> list[FrozenTrial]:
             if not self._consider_pruned_trials:

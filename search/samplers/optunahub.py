@@ -60,6 +60,10 @@ class OptunaHub(SamplerSpec):
             raise ValueError(f"{given!r} is not a commit hash; give all 40 digits of a commit of OptunaHub's registry")
         return given
 
+    @property
+    def downloaded_code(self) -> str:
+        return f"{self.package} of OptunaHub at {self.ref}"
+
     def fit_to_objective(self, objective: BaseObjective) -> Self:
         self.prepare()
         return self

@@ -140,7 +140,9 @@ def extend_study(
                 "give a larger number, or +N for N more"
             )
         changed.append(BudgetChange(before, after, started, unit))
-        return parse_stored_spec({**spec, setting: after}).model_dump()
+        changed_spec = {**spec, setting: after}
+        parse_stored_spec(changed_spec)
+        return changed_spec  # the database rejects other changes, such as defaults of later versions
 
     def requeue_trials(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_stored_spec(values)

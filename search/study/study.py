@@ -19,7 +19,7 @@ from hpsearch.objectives.loading import load_checked_objective, load_objective, 
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
-from hpsearch.search.errors import SearchError, suggest_names
+from hpsearch.search.errors import SearchError, as_search_error, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
@@ -33,8 +33,9 @@ from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import read_finalist_studies
 
-# NAME-TOKEN; earlier versions: NAME-ID-TOKEN, or NAME-ID.
-_FOLDER_SUFFIX = r"-(([0-9]+-)?([0-9a-f]{8}|[0-9a-f]{16})|[0-9]+)"
+# Folder names, by the name and the id of a study. Earlier versions generated the second and the third one.
+_FOLDER_PATTERN = r"{name}-({random}|{id}-{random}|{id})"
+_RANDOM_PATTERN = "([0-9a-f]{8}|[0-9a-f]{16})"
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,25 @@ class StoredStudy:
         """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
         folder = str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
-        # Every worker's database role can create a study with any folder name and spec, and `delete` removes the
-        # folder. Names in the database are unique, so a study cannot have the folder of another one.
-        name = self.storage.get_study_name_from_id(self.study_id)
-        if not (re.match(NAME_PATTERN, name) and re.fullmatch(re.escape(name) + _FOLDER_SUFFIX, folder)):
+        if not self._is_own_folder(folder):
             raise SearchError(
                 f"study {self.spec.name!r} has the folder name {folder!r}, which hpsearch did not generate; "
                 f"as the database owner, correct the study's attribute {FOLDER_NAME!r}"
             )
         return folder
+
+    def _is_own_folder(self, folder: str) -> bool:
+        """Return whether hpsearch generated the name of the folder for this study.
+
+        Every worker's database role can create a study with any folder name and spec, and `delete` removes the folder.
+        """
+        name = self.storage.get_study_name_from_id(self.study_id)  # unique, unlike the name in the spec
+        pattern = _FOLDER_PATTERN.format(name=re.escape(name), id=self.study_id, random=_RANDOM_PATTERN)
+        if not (re.match(NAME_PATTERN, name) and re.fullmatch(pattern, folder)):
+            return False
+        # NAME-ID-TOKEN of this study may be NAME-TOKEN of a study with the name NAME-ID.
+        prefix = folder.rpartition("-")[0]
+        return prefix == name or find_study(self.storage, prefix) is None
 
     @property
     def finalists_of(self) -> FinalistsOf:
@@ -158,8 +169,23 @@ class StoredStudy:
         set_metrics(objective, self.spec)
         return objective
 
+    def prepare_sampler(self) -> None:
+        """Download the code of the study's sampler to this machine, if the sampler needs it.
+
+        Raises:
+            SearchError: the download failed, or the user has to confirm the code, because the study was restored.
+        """
+        name, sampler = self.spec.name, self.spec.sampler
+        if sampler.downloaded_code is not None and self.attrs.get(RESTORED):
+            raise SearchError(
+                f"the sampler {sampler.downloaded_code} is not downloaded, because study {name!r} was restored from a "
+                f"backup; if you trust this code, confirm it with: {format_command('trust', name)}"
+            )
+        with as_search_error(f"study {name!r} cannot run on this machine: "):
+            sampler.prepare()
+
     def trust_code(self, code: Code | None) -> None:
-        """Record that the user confirms the code of the study's objective.
+        """Record that the user confirms the code of the study's objective and sampler.
 
         Raises:
             StorageError: the record cannot be written.

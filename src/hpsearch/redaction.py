@@ -6,7 +6,7 @@ import re
 
 HIDDEN = "***"
 
-_KEYS = "(?:api|access|private|secret)[_-]?key"
+_KEYS = "(?:api|access|account|private|secret)[_-]?key"
 _WORDS = f"passwords?|passwd|passphrase|secret|token|{_KEYS}|signature|credentials?"
 # A text that begins with a URL is one URL, so that everything up to its last @ belongs to the password.
 _URL = re.compile(r"\s*[A-Za-z][\w+.-]*://")
@@ -21,19 +21,30 @@ _VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\";&|]+)"
 _VARIABLES = rf"(?:[A-Z0-9_]*_|PG)?(?:{_WORDS.upper().replace('[_-]', '_')})|[A-Z0-9_]*_(?:PAT|PASS|PWD)"
 _VARIABLE = re.compile(rf"(?<![\w?&-])((?:{_VARIABLES})=){_VALUE}")
 _OPTION = re.compile(rf"(?<!\S)(--?(?:[\w-]+-)?(?:{_WORDS})(?:=|\s+))(?!-){_VALUE}", re.IGNORECASE)
-_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password=){_VALUE}")  # of libpq
-_HEADER = re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|token)\s+)[^\s'\"]+", re.IGNORECASE)
+_NO_TYPE = r"(?!(?:str|bytes|int|float|bool|None|null|true|false|Any|(?:\w+\.)*(?:Tensor|SecretStr))(?!\w))"
+# Of libpq, which permits spaces; not the name of a function or of an attribute.
+_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_TYPE}(?![\w.]+[.(\[]){_VALUE}")
+_HEADER = re.compile(
+    rf"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_NO_TYPE}[^\s'\"]+", re.IGNORECASE
+)
+_CURL = re.compile(r"(\bcurl\s(?:[^\n|;]*\s)?(?:-u|--user)[ =]?['\"]?[^\s:'\"]*:)[^\s'\"]+")
 # Entries of JSON, YAML and dictionaries. Prose also has `token:` and `secret:`, so these names count only in quotes, or
 # at the start of a line.
 _PASSWORDS = r"[\w.-]*(?:password|passwd|passphrase)"
 _SECRETS = rf"(?:{_PASSWORDS}|[\w.-]*(?:secret|token|{_KEYS}))"
-_NO_TYPE = r"(?!(?:str|bytes|int|float|bool|None|null|true|false|Any|(?:\w+\.)*(?:Tensor|SecretStr))(?!\w))"
 _ENTRY = re.compile(
     rf"((?:(?<![\w.-]){_PASSWORDS}|(\\?['\"]){_SECRETS}\2)[ \t]*:[ \t]*)"
     rf"(?:[bfru]?(\\?['\"])(?:(?!\3)(?:\\.|[^\n]))*(?:\3|$)|{_NO_TYPE}[^\s'\"]*[^\s'\",}}\])])",
     re.IGNORECASE | re.MULTILINE,
 )
 _LINE = re.compile(rf"^([ \t+-]*{_SECRETS}[ \t]*:[ \t]+){_NO_TYPE}[^\s'\"].*$", re.IGNORECASE | re.MULTILINE)
+# Assignments of text in code. Texts such as `pad_token = "<pad>"` are no secrets.
+_TOKENS = r"(?:[\w.-]*(?:auth|access|api|hf|hub|git|bot)[_-]?)?token"
+_ASSIGNMENT = re.compile(
+    rf"(?<![\w.-])((?:{_PASSWORDS}|[\w.-]*(?:secret|{_KEYS})|{_TOKENS})[ \t]*=[ \t]*)"
+    r"[bfru]?(['\"])(?:(?!\2)(?:\\.|[^\n]))*(?:\2|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL)
 
 
@@ -47,6 +58,6 @@ def redact(text: str) -> str:
     if _URL.match(text):
         text = _PARAMETER_OF_URL.sub(rf"\1{HIDDEN}", _PASSWORD_OF_URL.sub(rf"\1:{HIDDEN}@", text))
     text = _PASSWORD_IN_TEXT.sub(rf"\1:{HIDDEN}@", text)
-    for pattern in (_PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _LINE, _ENTRY):
+    for pattern in (_PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _CURL, _LINE, _ENTRY, _ASSIGNMENT):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PRIVATE_KEY.sub(rf"\1{HIDDEN}", text)

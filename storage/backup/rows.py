@@ -8,19 +8,19 @@ entries of the tables' rows. Postgres would run them as the owner of the databas
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpsearch.storage.backup.dumps import open_session, run_program
-from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
+from hpsearch.storage.database.schema import REVISION_TABLES
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError, format_error
 
-# Tables with the revisions of the schema, which the migrations write.
-_REVISION_TABLES = (ALEMBIC_TABLE, VERSION_TABLE, "version_info")
+# Tables whose rows the migrations write.
+_MIGRATED_TABLES = (*REVISION_TABLES, "version_info")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _load(cursor: Any, rows: DumpedRows) -> list[str]:
 
     for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
         cursor.execute(f"SET LOCAL {timeout} = 0")
-    cursor.execute(_COLUMNS, (list(_REVISION_TABLES),))
+    cursor.execute(_COLUMNS, (list(_MIGRATED_TABLES),))
     columns: dict[str, list[str]] = dict(cursor.fetchall())
     cursor.execute(_REFERENCES)
     references: dict[str, list[str]] = dict(cursor.fetchall())
@@ -166,7 +166,7 @@ def _load(cursor: Any, rows: DumpedRows) -> list[str]:
                 _copy(cursor, found[table], columns[table], file, rows.encoding)
     _alter_tables(cursor, columns, "ENABLE TRIGGER USER")
     _set_counters(cursor, rows.counters)
-    return [name for name, each in found.items() if name not in (*columns, *_REVISION_TABLES) and each.end > each.start]
+    return [name for name, each in found.items() if name not in (*columns, *_MIGRATED_TABLES) and each.end > each.start]
 
 
 def _alter_tables(cursor: Any, tables: Iterable[str], action: str) -> None:
@@ -237,7 +237,23 @@ _REJECT_ROWS = """
     END IF;
 """
 
-# Objects of an extension remain; objects of a column are dropped with the table.
+# Relations of the current schema that are not indexes, and do not belong to a table or an extension.
+_RELATIONS = """
+    SELECT c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
+       AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid
+                                                 AND d.deptype IN ('a', 'e', 'i'))
+     ORDER BY c.relname
+"""
+
+
+def find_other_relations(cursor: Any, known: Container[str]) -> list[str]:
+    """Return the names of the tables, views and sequences that are not `known`, such as those of another program."""
+    cursor.execute(_RELATIONS)
+    return [name for (name,) in cursor.fetchall() if name not in known]
+
+
+# Types and functions of other programs and of extensions remain. Objects of a column are dropped with the table.
 _CLEAR = """
 SET lock_timeout = '60s';
 DO $clear$
@@ -255,11 +271,11 @@ BEGIN
             UNION ALL
             SELECT 'TYPE', format('%I.%I', n.nspname, t.typname), t.oid, 'pg_type'::regclass
               FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace
-             WHERE n.nspname = current_schema() AND t.typtype IN ('e', 'd')
+             WHERE n.nspname = current_schema() AND t.typname ~ '^(study|trial)[a-z]+$' AND t.typtype = 'e'
             UNION ALL
             SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid, 'pg_proc'::regclass
               FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-             WHERE n.nspname = current_schema()
+             WHERE n.nspname = current_schema() AND p.proname ~ '^(hpsearch_.*|prevent_secrets_aad_mutation)$'
         ) AS found
          WHERE NOT EXISTS (SELECT FROM pg_depend d
                             WHERE d.classid = found.catalog AND d.objid = found.oid AND d.deptype IN ('e', 'i'))

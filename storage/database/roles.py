@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
+from hpsearch.storage.database.schema import REVISION_TABLES
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import DRIVER, normalise_url
 
@@ -103,7 +104,8 @@ def create_databases(
 def grant_worker(cursor: Any) -> None:
     """Grant the worker roles read and write access to the tables of the connected owner, future tables included.
 
-    Does nothing on a server without these roles, where one user is both owner and worker.
+    Workers can only read the tables with the revisions of the schema. Does nothing on a server without these roles,
+    where one user is both owner and worker.
     """
     rows, counters = "SELECT, INSERT, UPDATE, DELETE", "USAGE, SELECT, UPDATE"
     cursor.execute(
@@ -117,6 +119,7 @@ def grant_worker(cursor: Any) -> None:
             GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {role};
             ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {role};
             ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {role};
+            REVOKE INSERT, UPDATE, DELETE ON {", ".join(REVISION_TABLES)} FROM {role};
             """
         )
 

@@ -9,8 +9,9 @@ OPTUNA_REVISION = "v3.2.0.a"
 ALEMBIC_TABLE = "alembic_version"
 
 # Head of the migrations in storage/database/migrations, and the table with the current revision.
-REVISION = "0010"
+REVISION = "0011"
 VERSION_TABLE = "hpsearch_alembic_version"
+REVISION_TABLES = (ALEMBIC_TABLE, VERSION_TABLE)
 
 # Returns true if the tables have the revisions of this version.
 CURRENT_SCHEMA_QUERY = f"""
@@ -48,3 +49,6 @@ OWN_TABLES = (
     "hpsearch_spending",
     "hpsearch_epoch_values",
 )
+
+# Ids of all studies, also of deleted ones; workers cannot use it.
+STUDY_IDS_TABLE = "hpsearch_study_ids"

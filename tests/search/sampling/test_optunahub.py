@@ -7,9 +7,16 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.study import StudyDirection
 
+from hpsearch.search.cli import run_command
+from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.optunahub import _load_module
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.attributes import FOLDER_NAME, RESTORED, SPEC
+from hpsearch.storage.study_storage.storage import open_storage
+from tests.factories import spec_of
 
 REF = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
@@ -123,3 +130,24 @@ def test_a_missing_commit_or_package_is_an_error(registry: Path, package: str) -
 def test_branches_and_paths_are_rejected_as_commit_or_package(key: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"sampler.{key}"):
         parsed(**{key: value})
+
+
+def test_workers_do_not_download_the_sampler_of_a_restored_study(
+    cached: Path, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cached / "__init__.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n" + CODE)
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+    storage = open_storage(database_url, application_name="test")
+    spec = {**spec_of(name="none").model_dump(), "objective": "digits", "sampler": parsed().model_dump()}
+    attrs = {SPEC: spec, RESTORED: True, FOLDER_NAME: "s-1"}
+    storage.create_filled_study([StudyDirection.MAXIMIZE], "s", user_attrs=attrs, trials=[])
+    with pytest.raises(
+        SearchError, match=f"samplers/half of OptunaHub at {REF} is not downloaded, because .* restored"
+    ):
+        load_study(storage, "s").prepare_sampler()
+    assert not (cached / "ran").exists()
+    assert run_command(["trust", "s", "--yes"]) == 0
+    assert f"and samplers/half of OptunaHub at {REF}" in capsys.readouterr().out
+    load_study(storage, "s").prepare_sampler()
+    assert (cached / "ran").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -11,18 +12,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
 from hpsearch import ObjectiveError
+from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.grid_and_brute_force import list_configurations
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
+from tests.conftest import execute
 from tests.search.sampling.support import Small, Worker, branches, distinct, nine
 
 GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}
@@ -156,6 +161,20 @@ def test_cmaes_stores_its_generations_in_trials_and_continues_after_a_resume(dat
     run(again)
     assert attrs(again, "cmawm:generation")[7] == 1
     assert any("cmawm:optimizer:0" in t.system_attrs for t in again.study.get_trials(deepcopy=False))
+
+
+def test_the_stored_state_of_cmaes_cannot_run_code(database_url: str, tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    worker = Worker(database_url, plane, sampler=sampler("cmaes"))
+    run(worker)
+    insert = "INSERT INTO trial_system_attributes (trial_id, key, value_json) VALUES (1, 'cma:optimizer:0', '\"{}\"')"
+    execute(database_url, insert.format(pickle.dumps(Attack()).hex()))
+    with pytest.raises(SearchError, match="trial 0: the stored state of the sampler cmaes is rejected"):
+        run(worker)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_enqueued_configuration_is_not_a_sample_of_cmaes(database_url: str) -> None:

@@ -111,6 +111,31 @@ def test_delete_and_gc_reject_the_folder_of_another_study(
     assert all(file.exists() for file in kept)
 
 
+@pytest.mark.parametrize("folder", [f"s-2-{TOKEN}", "s-2"])
+def test_delete_rejects_the_folder_of_a_study_whose_name_ends_in_a_number(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """Earlier versions generated NAME-ID-TOKEN and NAME-ID."""
+    kept = home / "runs" / folder / "0000" / "0001-1.pt"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    make_study(storage, **{FOLDER_NAME: folder})  # its id is 1
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert f"has the folder name '{folder}'" in read_error(capsys)
+    assert kept.exists()
+
+
+def test_a_folder_of_an_earlier_version_is_accepted_unless_it_may_belong_to_another_study(
+    storage: PostgresStorage,
+) -> None:
+    make_study(storage, **{FOLDER_NAME: f"s-1-{TOKEN}"})
+    study = load_study(storage, "s")
+    assert study.folder == f"s-1-{TOKEN}"
+    optuna.create_study(study_name="s-1", storage=storage)
+    with pytest.raises(SearchError, match=f"has the folder name 's-1-{TOKEN}', which hpsearch did not generate"):
+        _ = study.folder
+
+
 def test_delete_removes_checkpoints_only_below_configured_addresses(
     home: Path, storage: PostgresStorage, victim: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

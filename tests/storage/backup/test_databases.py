@@ -18,8 +18,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
-from hpsearch.storage.backup import archive
-from hpsearch.storage.backup import restore as adapt
+from hpsearch.storage.backup import adapt, archive
 from hpsearch.storage.backup.backup import BackupResult, backup
 from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
 from hpsearch.storage.backup.restore import restore
@@ -140,6 +139,19 @@ def test_restore_overwrites_nothing(
     make(file, owner_url, home, force=True)
 
 
+def test_restore_drops_no_tables_of_other_programs(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
+) -> None:
+    fill(database_url)
+    make(file, owner_url, home)
+    execute(target := postgres_server.url(other, user=OWNER), "CREATE TABLE precious (a int)")
+    with pytest.raises(StorageError, match=r"is not empty \(tables of other programs: precious\), and restore overwr"):
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    execute(target, "DROP TABLE precious; CREATE TYPE mood AS ENUM ('good'); CREATE DOMAIN small AS int")
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    assert execute(target, "SELECT 'good'::mood, 1::small") == [("good", 1)]
+
+
 class Killed(BaseException):
     """Simulates SIGKILL: no cleanup code catches it."""
 
@@ -157,7 +169,7 @@ def test_an_interrupted_restore_is_reported_and_repeated(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
+        patch.setattr(sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
             restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="a restore was interrupted; run the same 'hpsearch restore' again"):

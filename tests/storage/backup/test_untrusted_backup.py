@@ -19,7 +19,8 @@ from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
 from hpsearch.storage.backup.archive import CHECKPOINTS, STUDIES_DUMP, ArchiveReader, create_archive
 from hpsearch.storage.backup.backup import backup
 from hpsearch.storage.backup.dumps import open_snapshot
-from hpsearch.storage.backup.restore import create_mlflow_tables, restore, upgrade_mlflow
+from hpsearch.storage.backup.mlflow_tables import create_mlflow_tables, upgrade_mlflow
+from hpsearch.storage.backup.restore import restore
 from hpsearch.storage.backup.rows import restore_rows
 from hpsearch.storage.database.connect import open_cursor
 from hpsearch.storage.database.roles import OWNER, WORKER

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import psycopg2
 import pytest
 import sqlalchemy as sa
 from optuna.storages import RDBStorage
@@ -13,8 +14,9 @@ from optuna.storages._rdb import models
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import WORKER
-from hpsearch.storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES
+from hpsearch.storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, REVISION_TABLES
 from hpsearch.storage.errors import StorageError
+from tests.conftest import execute
 from tests.faults.harness import Zygote
 
 _MIGRATE = """
@@ -105,6 +107,14 @@ def test_tables_of_a_newer_optuna_are_not_changed(owner_url: str) -> None:
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar() == "v9.0.0.a"
     engine.dispose()
+
+
+def test_a_worker_role_cannot_change_the_revisions(owner_url: str, database_url: str) -> None:
+    for table in REVISION_TABLES:
+        with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            execute(database_url, f"UPDATE {table} SET version_num = '0009'")
+    migrate(owner_url)
+    check_database(database_url)
 
 
 def test_a_worker_role_cannot_migrate(empty_database_url: str) -> None:

@@ -86,7 +86,9 @@ def test_artifacts_are_not_written_to_local_folders(
         ("mlflow-artifacts://127.0.0.1:9/1/a", True),
         ("http://127.0.0.1:9/a", True),
         ("s3://bucket/a", True),
-        ("abfss://c@account/a", True),
+        ("abfss://c@account.dfs.core.windows.net/a", True),
+        ("r2://b@account.eu.r2.cloudflarestorage.com/a", True),
+        ("b2://b@s3.us-west-004.backblazeb2.com/a", True),
         ("mlflow-artifacts://elsewhere/a", False),
         ("https://elsewhere/a", False),
         ("file:///a", False),
@@ -105,6 +107,32 @@ def test_locations(location: str, *, is_allowed: bool) -> None:
             continue
         with pytest.raises(StorageError, match="is not a remote store"):
             check(location, URI)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "abfss://c@account.evil.example/a",
+        "abfss://c@account.dfs.core.windows.net.evil.example/a",
+        "abfss://c@account.evil.example\\.dfs.core.windows.net/a",
+        "abfss://c@account.dfs.core.windows.net:1@evil.example/a",
+        "r2://b@evil.example/a",
+        "b2://b@s3.x.backblazeb2.com.evil.example/a",
+    ],
+)
+def test_credentials_of_stores_are_sent_to_hosts_of_known_stores_or_of_configured_servers(
+    location: str, *, is_configured: bool, tracking: Tracking
+) -> None:
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    if is_configured:
+        check_removable(location, URI)
+        check_location(location, URI)
+        return
+    with pytest.raises(StorageError, match="is not a remote store"):
+        check_removable(location, URI)
+    with pytest.raises(StorageError, match="is not a remote store"):
+        get_artifact_repository(location, tracking_uri=tracking.uri)
 
 
 @pytest.mark.parametrize("model_id", ["../m-1", "/etc", "..", MODEL + "/..", MODEL.upper()])

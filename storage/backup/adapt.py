@@ -1,0 +1,203 @@
+"""Changes of the restored databases: trials, links and paths of the original place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hpsearch.storage.attributes import (
+    CHECKPOINT_URL,
+    MODEL,
+    PENDING,
+    RESTORED,
+    RUN_ID,
+    RUN_URL,
+    SPEC,
+    TRACKING,
+    TRACKING_URI,
+)
+from hpsearch.storage.mlflow import tag_names
+
+_RUN_PAGE = "/#/experiments/"  # path of a run's page
+
+# Same effect as a worker that releases its trial: no retry is counted, and the next worker resumes the trial. The
+# workers of the original database are marked as exited.
+_RELEASE = """
+    WITH ended AS (
+        UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = 'released' WHERE ended_at IS NULL
+        RETURNING trial_id
+    )
+    UPDATE trials SET state = 'WAITING'
+     WHERE state = 'RUNNING' AND trial_id IN (SELECT trial_id FROM ended);
+    UPDATE hpsearch_workers SET left_at = clock_timestamp(), left_as = 'restored elsewhere' WHERE left_at IS NULL;
+"""
+
+
+def release_trials(cursor: Any) -> None:
+    """Release the trials that were running at the backup, because their workers do not use the restored database."""
+    cursor.execute(_RELEASE)
+
+
+def mark_restored(cursor: Any) -> None:
+    """Mark all studies as restored, so that no command imports their objectives before the user confirms them."""
+    cursor.execute(
+        """
+        INSERT INTO study_user_attributes (study_id, key, value_json)
+        SELECT study_id, %s, 'true' FROM study_user_attributes WHERE key = %s
+        ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
+        """,
+        (RESTORED, SPEC),
+    )
+
+
+def record_study_ids(cursor: Any) -> None:
+    """Record the ids of all studies, as a trigger does for new studies, because the dump may lack some of them."""
+    cursor.execute("INSERT INTO hpsearch_study_ids SELECT study_id FROM studies ON CONFLICT DO NOTHING")
+
+
+# For trials whose run was completely uploaded to MLflow after the snapshot of the studies.
+_RECORD_UPLOADED = """
+    WITH arrived AS (
+        SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
+          FROM jsonb_to_recordset(%(runs)s) AS r (study_id int, number int, run_id text, model text)
+          JOIN trials t ON t.study_id = r.study_id AND t.number = r.number
+          JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = %(tracking)s
+         WHERE t.state = 'COMPLETE' AND starts_with(a.value_json::jsonb #>> '{}', %(pending)s)
+    ), noted AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT trial_id, key, to_json(value)::text
+          FROM arrived, LATERAL (VALUES (%(run_id)s, run_id), (%(model)s, model)) AS v (key, value)
+         WHERE value IS NOT NULL
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+    )
+    DELETE FROM trial_user_attributes a USING arrived WHERE a.trial_id = arrived.trial_id AND a.key = %(tracking)s
+"""
+
+
+def reconcile_databases(studies: Any, mlflow: Any) -> None:
+    """Reconcile the two databases, because the snapshot of MLflow is slightly newer than that of the studies.
+
+    Runs of trials that started between the two snapshots are marked as deleted, because their trial numbers will be
+    used again. Runs that ended between the two snapshots are recorded as uploaded, because no worker will send their
+    records again.
+
+    Args:
+        studies: cursor on the study database.
+        mlflow: cursor on MLflow's database.
+    """
+    studies.execute(
+        """
+        SELECT r.value_json::jsonb #>> '{}', s.study_name, s.study_id,
+               (SELECT count(*) FROM trials t WHERE t.study_id = s.study_id)
+          FROM studies s JOIN study_user_attributes r ON r.study_id = s.study_id AND r.key = %s
+        """,
+        (RUN_ID,),
+    )
+    # The key includes the study's name, because runs of finalists have the parent run of the search that they retrain.
+    known = {(parent, name): (study_id, trials) for parent, name, study_id, trials in studies}
+    mlflow.execute(
+        """
+        SELECT r.run_uuid, r.status, parent.value, study.value, trial.value, model.value
+          FROM runs r
+          JOIN tags study ON study.run_uuid = r.run_uuid AND study.key = %s
+          JOIN tags parent ON parent.run_uuid = r.run_uuid AND parent.key = 'mlflow.parentRunId'
+          JOIN tags trial ON trial.run_uuid = r.run_uuid AND trial.key = %s
+          LEFT JOIN tags model ON model.run_uuid = r.run_uuid AND model.key = %s
+         WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$'
+        """,
+        (tag_names.STUDY, tag_names.TRIAL, tag_names.MODEL_ID),
+    )
+    later, finished = [], []
+    for run_id, status, parent, name, trial, model in mlflow:
+        if (parent, name) not in known:
+            continue
+        study_id, trials = known[parent, name]
+        if int(trial) >= trials:
+            later.append(run_id)
+        elif status == "FINISHED":
+            finished.append({"study_id": study_id, "number": int(trial), "run_id": run_id, "model": model})
+    mlflow.execute(
+        """
+        UPDATE runs
+           SET lifecycle_stage = 'deleted', deleted_time = (extract(epoch FROM clock_timestamp()) * 1000)::bigint
+         WHERE run_uuid = ANY(%s) AND NOT EXISTS (SELECT FROM model_versions v WHERE v.run_id = run_uuid)
+        """,
+        (later,),
+    )
+    keys = {"tracking": TRACKING, "pending": PENDING, "run_id": RUN_ID, "model": MODEL}
+    studies.execute(_RECORD_UPLOADED, {"runs": json.dumps(finished), **keys})
+
+
+def find_studies_with_unsent_trials(studies: Any) -> list[str]:
+    """Return the names of the studies with COMPLETE trials whose records were not in MLflow at the backup."""
+    studies.execute(
+        """
+        SELECT DISTINCT s.study_name
+          FROM trials t JOIN studies s USING (study_id) JOIN trial_user_attributes a USING (trial_id)
+         WHERE t.state = 'COMPLETE' AND a.key = %s AND starts_with(a.value_json::jsonb #>> '{}', %s)
+         ORDER BY s.study_name
+        """,
+        (TRACKING, PENDING),
+    )
+    return [str(name) for (name,) in studies.fetchall()]
+
+
+def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
+    """Rewrite the stored links to MLflow for the server that has the restored runs.
+
+    Args:
+        studies: cursor on the study database.
+        mlflow: cursor on MLflow's database; None if it was not restored.
+        tracking_uri: address of the MLflow server.
+        ui_url: address of the MLflow server for browsers.
+    """
+    studies.execute(
+        "UPDATE study_user_attributes SET value_json = %s WHERE key = %s",
+        (json.dumps(tracking_uri.rstrip("/")), TRACKING_URI),
+    )
+    studies.execute(
+        """
+        SELECT DISTINCT split_part(value_json::jsonb #>> '{}', %s, 1) FROM (
+            SELECT value_json FROM study_user_attributes WHERE key = %s
+            UNION ALL SELECT value_json FROM trial_user_attributes WHERE key = %s) AS shown
+        """,
+        (_RUN_PAGE, RUN_URL, RUN_URL),
+    )
+    new = ui_url.rstrip("/") + _RUN_PAGE
+    columns = [
+        (studies, "study_user_attributes", "value_json", "text"),
+        (studies, "trial_user_attributes", "value_json", "text"),
+        (studies, "study_system_attributes", "value_json", "text"),
+        (studies, "hpsearch_promotions", "evidence", "jsonb"),
+    ]
+    if mlflow is not None:  # descriptions of promoted versions; the cast cuts them at MLflow's limit
+        columns.append((mlflow, "model_versions", "description", "varchar(5000)"))
+    for (base,) in studies.fetchall():
+        old = f"{base}{_RUN_PAGE}"
+        if not base or old == new:
+            continue
+        for cursor, table, column, kind in columns:
+            cursor.execute(
+                f"UPDATE {table} SET {column} = replace({column}::text, %s, %s)::{kind} "  # noqa: S608 constant names
+                f"WHERE strpos({column}::text, %s) > 0",
+                (old, new, old),
+            )
+
+
+def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:
+    """Remove checkpoint URLs in the old home folder, so that their studies use the current home folder.
+
+    Returns:
+        (name, checkpoint URL) of each study whose checkpoints are elsewhere.
+    """
+    urls = [f"{scheme}{home}/checkpoints" for scheme in ("", "file://")]
+    studies.execute(
+        "DELETE FROM study_user_attributes WHERE key = %s AND rtrim(value_json::jsonb #>> '{}', '/') = ANY(%s)",
+        (CHECKPOINT_URL, urls),
+    )
+    studies.execute(
+        "SELECT s.study_name, a.value_json::jsonb #>> '{}' FROM studies s "
+        "JOIN study_user_attributes a USING (study_id) WHERE a.key = %s ORDER BY s.study_name",
+        (CHECKPOINT_URL,),
+    )
+    return [(str(name), str(url)) for name, url in studies.fetchall()]
