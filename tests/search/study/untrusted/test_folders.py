@@ -1,0 +1,148 @@
+"""A worker's role cannot choose the folders that the victim's commands remove."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+
+from hpsearch.search.cli import run_command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.cleanup import find_garbage
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SPEC
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from tests.factories import spec_of
+from tests.search.study.untrusted.support import TOKEN, make_study, read_error
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Return a folder with a file of the victim, which has the layout of a study's checkpoints."""
+    file = tmp_path / f"s-{TOKEN}" / "0000" / "0001-1.pt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"mine")
+    return file
+
+
+@pytest.mark.parametrize("folder", ["../../victim", "victim", "", ".", "..", f"s-{TOKEN}/../../victim", f"s-{TOKEN}\n"])
+def test_delete_rejects_folder_names_that_hpsearch_does_not_generate(
+    home: Path, storage: PostgresStorage, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    kept = tmp_path / "victim" / "file"
+    kept.parent.mkdir()
+    kept.touch()
+    for name in ("runs", "outbox", "checkpoints"):
+        (home / name / "victim").mkdir(parents=True)
+    make_study(storage, **{FOLDER_NAME: folder})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert "study 's' has the folder name" in read_error(capsys)
+    assert run_command(["gc", "s", "--yes"]) == 2
+    assert kept.exists()
+    assert len(list(home.glob("*/victim"))) == 3
+    load_study(storage, "s")
+
+
+@pytest.mark.parametrize("name", ["s", "other"])
+@pytest.mark.parametrize("folder", [f"other-{TOKEN}", f"s-other-{TOKEN}", f"s{TOKEN}", "other-1"])
+def test_delete_and_gc_reject_the_folder_of_another_study(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], folder: str, name: str
+) -> None:
+    kept = [home / kind / folder / "0000" / "0001-1.pt" for kind in ("runs", "outbox", "checkpoints")]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    spec = {**spec_of(name="none").model_dump(), "name": name}
+    make_study(storage, **{FOLDER_NAME: folder, SPEC: spec})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    error = read_error(capsys)
+    assert (f"has the folder name '{folder}'" if name == "s" else "no study 'other'") in error
+    run_command(["gc", "s", "--yes"])
+    assert all(file.exists() for file in kept)
+
+
+@pytest.mark.parametrize("folder", [f"s-2-{TOKEN}", "s-2"])
+def test_delete_rejects_the_folder_of_a_study_whose_name_ends_in_a_number(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """Earlier versions generated NAME-ID-TOKEN and NAME-ID."""
+    kept = home / "runs" / folder / "0000" / "0001-1.pt"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    make_study(storage, **{FOLDER_NAME: folder})  # its id is 1
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert f"has the folder name '{folder}'" in read_error(capsys)
+    assert kept.exists()
+
+
+def test_a_folder_of_an_earlier_version_is_accepted_unless_it_may_belong_to_another_study(
+    storage: PostgresStorage,
+) -> None:
+    make_study(storage, **{FOLDER_NAME: f"s-1-{TOKEN}"})
+    study = load_study(storage, "s")
+    assert study.folder == f"s-1-{TOKEN}"
+    optuna.create_study(study_name="s-1", storage=storage)
+    with pytest.raises(SearchError, match=f"has the folder name 's-1-{TOKEN}', which hpsearch did not generate"):
+        _ = study.folder
+
+
+def test_delete_removes_checkpoints_only_below_configured_addresses(
+    home: Path, storage: PostgresStorage, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = victim.parents[2]
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}", CHECKPOINT_URL: str(root)})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert f"add --checkpoint-url {root}" in read_error(capsys)
+    assert victim.exists()
+    load_study(storage, "s")
+
+    assert run_command(["delete", "s", "--yes", "--checkpoint-url", str(root)]) == 0
+    assert not victim.exists()
+    assert home.exists()
+
+
+def test_gc_removes_checkpoints_only_below_configured_addresses(
+    home: Path, storage: PostgresStorage, victim: Path
+) -> None:
+    root = str(victim.parents[2])
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}", CHECKPOINT_URL: root})
+    study = load_study(storage, "s")
+    found, (problem,) = find_garbage(study, home=home, tracking=None)
+    assert found == []
+    assert f"add --checkpoint-url {root}" in problem
+    (garbage,), problems = find_garbage(study, home=home, tracking=None, checkpoint_url=root)
+    assert (garbage.size, problems) == (4, [])
+
+
+@pytest.mark.parametrize("linked", ["", f"s-{TOKEN}", f"s-{TOKEN}/0000"])
+def test_removal_does_not_follow_links(home: Path, storage: PostgresStorage, victim: Path, linked: str) -> None:
+    root = victim.parents[2]
+    link = home / "checkpoints" / (linked or "link")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(root / linked)
+    attrs = {FOLDER_NAME: f"s-{TOKEN}", **({} if linked else {CHECKPOINT_URL: str(link)})}
+    make_study(storage, **attrs)
+    run_command(["gc", "s", "--yes"])
+    run_command(["delete", "s", "--yes"])
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("url", ["~/x", "file://~/x", "x", "../x", "simplecache::s3://bucket/x"])
+def test_stored_checkpoint_addresses_are_not_expanded(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}", CHECKPOINT_URL: url})
+    assert run_command(["delete", "s", "--yes"]) == 2
+    assert "neither an absolute path nor a URL" in read_error(capsys)
+    assert home.exists()
+
+
+def test_gc_keeps_files_that_are_not_checkpoints(home: Path, storage: PostgresStorage) -> None:
+    folder = home / "checkpoints" / f"s-{TOKEN}" / "0000"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").touch()
+    (folder / "0001-1.pt").touch()
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}"})
+    assert run_command(["gc", "s", "--yes"]) == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
