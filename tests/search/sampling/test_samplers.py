@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import cmaes
+import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
@@ -22,6 +24,7 @@ from optuna.trial import TrialState
 from hpsearch import ObjectiveError
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.cmaes_state import load_state
 from hpsearch.search.samplers.grid_and_brute_force import list_configurations
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
@@ -163,18 +166,55 @@ def test_cmaes_stores_its_generations_in_trials_and_continues_after_a_resume(dat
     assert any("cmawm:optimizer:0" in t.system_attrs for t in again.study.get_trials(deepcopy=False))
 
 
-def test_the_stored_state_of_cmaes_cannot_run_code(database_url: str, tmp_path: Path) -> None:
-    class Attack:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (tmp_path / "ran",)
+class RunCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
 
+
+class ForgedDtype:
+    """A dtype with fields outside of its items, with which NumPy reads and writes other memory."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.dtype, ("V8",), (3, "|", None, ("a",), {"a": (np.dtype("O"), 4096)}, 8, 1, 27)
+
+
+@pytest.mark.parametrize("attack", [RunCode(), ForgedDtype(), [cmaes.CMA], {"a": 1}, b""], ids=lambda a: str(type(a)))
+def test_the_stored_state_of_cmaes_cannot_run_code(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
     worker = Worker(database_url, plane, sampler=sampler("cmaes"))
     run(worker)
+    optimizer = cmaes.CMA(mean=np.zeros(2), sigma=1.0)
+    optimizer._mean = attack
+    for state in (attack, optimizer, 2):
+        with pytest.raises(SearchError, match="trial 7: the stored state of the sampler cmaes is rejected"):
+            load_state(pickle.dumps(state).hex(), 7)
     insert = "INSERT INTO trial_system_attributes (trial_id, key, value_json) VALUES (1, 'cma:optimizer:0', '\"{}\"')"
-    execute(database_url, insert.format(pickle.dumps(Attack()).hex()))
+    execute(database_url, insert.format(pickle.dumps(attack).hex()))
     with pytest.raises(SearchError, match="trial 0: the stored state of the sampler cmaes is rejected"):
         run(worker)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["CMA", "SepCMA", "CMAwM", "learning rate"])
+def test_the_loaded_state_of_cmaes_equals_the_stored_one(kind: str) -> None:
+    options: dict[str, Any] = {"mean": np.full(3, 0.5), "sigma": 0.2, "bounds": np.array([[0.0, 1.0]] * 3)}
+    if kind == "CMAwM":
+        options["steps"] = np.array([0.1, 0.0, 0.2])
+    elif kind == "learning rate":
+        options["lr_adapt"] = True
+    stored = getattr(cmaes, kind, cmaes.CMA)(**options, seed=1)
+    for generation in range(4):
+        points = [stored.ask() for _ in range(stored.population_size)]
+        told = [point[1] if kind == "CMAwM" else point for point in points]
+        stored.tell([(point, float(np.sum(point**2) + generation)) for point in told])
+        state = pickle.dumps(stored)
+        loaded, stored = load_state(state.hex(), 0), pickle.loads(state)
+        assert type(loaded) is type(stored)
+        for each in (loaded, stored):
+            getattr(each, "_cma", each)._rng = np.random.RandomState(generation)
+        assert np.array_equal(loaded.ask(), stored.ask())
 
 
 def test_an_enqueued_configuration_is_not_a_sample_of_cmaes(database_url: str) -> None:
