@@ -72,14 +72,15 @@ class Finalists:
     Attributes:
         winner: trial number of the winner; None until all runs have ended, or if no finalist is complete. In a
             multi-objective study, the finalist that dominates all other finalists; None if no finalist does.
-        tie: trials that are tied with the winner, best mean first.
+        tie: trials that are tied with the winner, best mean first; see `select_winner`.
         seeds: training seeds that all finalists share.
         rows: one row per finalist, in the order of the search ranking.
         study: name of the finalist study.
         pending: number of unfinished trials.
         standard_error: standard error of the difference of two means; None if unknown.
-        expected_score: expected test score of the winner; None if there is no winner or if the errors of the runs are
-            unknown, and in a multi-objective study.
+        tie_margin: largest difference of two means that is a tie; None if any difference may be chance.
+        expected_score: expected test score of the winner; None if there is no winner, with one seed, if the errors of
+            the runs are unknown, and in a multi-objective study.
         front: in a multi-objective study, the trials of the Pareto front of the means, best mean of the first metric
             first; empty until all runs have ended, and in a single-objective study.
     """
@@ -91,6 +92,7 @@ class Finalists:
     study: str = ""
     pending: int = 0
     standard_error: float | None = None
+    tie_margin: float | None = None
     expected_score: ExpectedScore | None = None
     front: tuple[int, ...] = ()
 
@@ -219,6 +221,7 @@ def tabulate_finalists(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         study=chosen.spec.name,
         pending=pending,
         standard_error=choice.standard_error,
+        tie_margin=choice.tie_margin,
         expected_score=None if spec.is_multi_objective else _estimate_score(study, rows, choice),
         front=front,
     )

@@ -119,17 +119,19 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     ]
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
-        within = f"within one standard error of {error:.4f}" if (error := found.standard_error) else "equal values"
+        margin = (
+            "with one seed, any difference" if found.tie_margin is None else f"a difference of {found.tie_margin:.4f}"
+        )
         rule = "lower trial number" if any(found.get_row(t).mean == row.mean for t in found.tie) else "better mean"
-        lines.append(f"tied with {tied} ({within}); the {rule} wins")
+        lines.append(f"tied with {tied} ({margin} may be chance); the {rule} wins")
     if (expected := found.expected_score) is not None:
         lines.append(
             f"expected score on new data: {expected.mean:.4f}, {format_interval(expected)}; {describe_method(found)}"
         )
+    elif n_seeds == 1:
+        lines.append("no prediction interval: with one seed, the standard deviation is unknown")
     elif found.run_scores:
         lines.append("no prediction interval: the sampling error of the validation data is unknown")
-    if n_seeds == 1:
-        lines.append("with one seed the standard deviation is unknown, and a difference may be due to chance")
     bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
     if abs(bias) < _MIN_SHOWN_BIAS:
         return [*lines, "the search values of the finalists show no bias on average"]

@@ -18,55 +18,91 @@ class WinnerSelection:
 
     Attributes:
         winner: number of the finalist with the best mean; None if no finalist is complete.
-        tie: numbers of the finalists within one standard error of the winner, best mean first.
+        tie: numbers of the finalists whose difference to the winner may be chance, best mean first.
         standard_error: standard error of the difference of two means; None if unknown.
+        tie_margin: largest difference of two means that is a tie; None if any difference may be chance.
     """
 
     winner: int | None
     tie: tuple[int, ...]
     standard_error: float | None
+    tie_margin: float | None = None
+
+
+TIE_LEVEL = 0.1  # maximum probability that one of several equal finalists has no tie
 
 
 def select_winner(values: Mapping[int, Sequence[float]], *, maximize: bool) -> WinnerSelection:
     """Select the finalist with the best mean; among equal means, the finalist with the lowest number.
 
-    Two finalists are tied if their means differ by at most one standard error of the difference (the one-standard-error
-    rule of Breiman et al., *Classification and Regression Trees*, 1984, section 3.4.3). Finalists and seeds form a
-    randomised block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for Experimenters*, 2nd
-    edition, 2005, chapter 4). This design removes the common effect of a seed. The variance is pooled over all
-    finalists, because two seeds give a pair of finalists only one degree of freedom. There are k finalists and s seeds,
-    and r_ij is the residual of finalist i on seed j after subtraction of the finalist effect and the seed effect:
+    Two finalists are tied if a paired t-test does not reject the equality of their means at `TIE_LEVEL`. Finalists and
+    seeds form a randomised block design with the seeds as blocks (Box, Hunter and Hunter, *Statistics for
+    Experimenters*, 2nd edition, 2005, chapter 4). This design removes the common effect of a seed. The variance is
+    pooled over all finalists, because two seeds give a pair of finalists only one degree of freedom. For k finalists
+    and s seeds, the degrees of freedom are d = (k - 1) (s - 1), and with the residual variance of `_analyze_variance`,
 
-        variance = sum r_ij^2 / ((k - 1) (s - 1)),    error = sqrt(2 variance / s)
+        error = sqrt(2 residual / s),    margin = error * t(1 - TIE_LEVEL / 2, d)
 
-    For k = 2, this is the standard error of the paired t-test. With one seed, the error is unknown, and only equal
-    values are tied.
+    With two equal finalists, the better one has no tie with the probability `TIE_LEVEL`. With more finalists, this
+    probability is smaller, because the difference of the two best means is smaller than that of an arbitrary pair. With
+    one seed, all finalists are tied.
 
     Args:
         values: per finalist number, one value for each seed, in the same order.
         maximize: whether higher is better.
     """
+    from scipy import special
+
     means = {finalist: statistics.fmean(row) for finalist, row in values.items()}
     ranked = sort_best_first(means, maximize=maximize)
     if not ranked:
         return WinnerSelection(None, (), None)
-    error, best = _get_difference_error(list(values.values())), means[ranked[0]]
-    near = math.ulp(best) if error is None else error
-    tie = tuple(finalist for finalist in ranked[1:] if abs(means[finalist] - best) <= near)
-    return WinnerSelection(ranked[0], tie, error)
+    seeds = len(values[ranked[0]])
+    if len(ranked) < 2 or seeds < 2:
+        return WinnerSelection(ranked[0], tuple(ranked[1:]), None)
+    found, best = _analyze_variance(list(values.values())), means[ranked[0]]
+    error = math.sqrt(2 * found.residual / seeds)
+    margin = error * float(special.stdtrit(found.residual_freedom, 1 - TIE_LEVEL / 2))
+    tie = tuple(finalist for finalist in ranked[1:] if abs(means[finalist] - best) <= max(margin, math.ulp(best)))
+    return WinnerSelection(ranked[0], tie, error, margin)
 
 
-def _get_difference_error(table: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard error of the difference of two row means, with the columns as blocks."""
+@dataclass(frozen=True)
+class _Variances:
+    """Analysis of variance of a table with one row per finalist and one column per seed.
+
+    Attributes:
+        residual: variance that is neither an effect of the finalist nor of the seed; 0 with one finalist.
+        column: variance of the column means, multiplied by the number of rows.
+        residual_freedom, column_freedom: degrees of freedom.
+    """
+
+    residual: float
+    column: float
+    residual_freedom: int
+    column_freedom: int
+
+
+def _analyze_variance(table: Sequence[Sequence[float]]) -> _Variances:
+    """Return the variances of a table with at least two columns.
+
+    With k rows and s columns, where r_ij is the residual after subtraction of the row effect and the column effect, and
+    c_j is the column effect,
+
+        residual = sum r_ij^2 / ((k - 1) (s - 1)),    column = k sum c_j^2 / (s - 1)
+    """
     rows, columns = len(table), len(table[0])
-    if rows < 2 or columns < 2:
-        return None
-    of_row = [statistics.fmean(row) for row in table]
-    of_column = [statistics.fmean(column) for column in zip(*table, strict=True)]
-    mean = statistics.fmean(of_row)
-    residuals = [value - of_row[i] - of_column[j] + mean for i, row in enumerate(table) for j, value in enumerate(row)]
-    variance = math.fsum(residual**2 for residual in residuals) / ((rows - 1) * (columns - 1))
-    return math.sqrt(2 * variance / columns)
+    row_means = [statistics.fmean(row) for row in table]
+    mean = statistics.fmean(row_means)
+    effects = [statistics.fmean(column) - mean for column in zip(*table, strict=True)]
+    residuals = [value - row_means[i] - effects[j] for i, row in enumerate(table) for j, value in enumerate(row)]
+    freedom = (rows - 1) * (columns - 1)
+    return _Variances(
+        residual=math.fsum(residual**2 for residual in residuals) / freedom if freedom else 0.0,
+        column=rows * math.fsum(effect**2 for effect in effects) / (columns - 1),
+        residual_freedom=freedom,
+        column_freedom=columns - 1,
+    )
 
 
 COVERAGE = 0.9  # probability that the prediction interval contains the test score
@@ -129,7 +165,8 @@ def estimate_test_score(
     finite test set. The model itself is one run. With
 
     - s: number of runs of a finalist,
-    - w: variance of the runs about their mean, pooled over finalists,
+    - w: variance of the runs of a finalist. All finalists have the same splits, so w has a part that is common to all k
+      finalists. With the variances of `_analyze_variance`, w = column / k + residual (k - 1) / k,
     - b: standard error of a run from its v validation samples,
     - f = v / n: share of samples that two new validation splits have in common, where n is the number of training
       samples, from which new validation splits are drawn; 1 if `data()` fixes the split,
@@ -139,8 +176,10 @@ def estimate_test_score(
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
-    The interval has the quantiles of Student's t distribution. The degrees of freedom are those of w, corrected for the
-    share of w in the variance (Satterthwaite 1946, *Biometrics Bulletin* 2).
+    The interval has the quantiles of Student's t distribution. Its degrees of freedom are those of both parts of w,
+    weighted by their shares of the variance (Satterthwaite 1946, *Biometrics Bulletin* 2). If the metric is between 0
+    and 1, the interval has the quantiles of the beta distribution with this mean and a variance that gives intervals
+    of the same width in the middle of the range.
 
     Args:
         runs: per finalist number, the scores of its runs; all finalists have the same number of runs.
@@ -149,32 +188,54 @@ def estimate_test_score(
         maximize: whether higher is better.
 
     Returns:
-        The expected score; None if the error from the validation samples is unknown, because the interval would be too
-        narrow without this error.
+        The expected score; None with one run per finalist, or if the error from the validation samples is unknown,
+        because the interval would be too narrow.
     """
-    from scipy import stats
+    from scipy import special
 
     known = [_get_run_error(run, metric, maximize=maximize) for row in runs.values() for run in row]
     errors = [error for error in known if error is not None]
-    if choice.winner is None or not errors:
+    if choice.winner is None or not errors or len(runs[choice.winner]) < 2:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
     means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
     mean = _shrink_mean(list(means.values()), means[choice.winner], choice.standard_error)
-    freedom, sampling = len(runs) * (seeds - 1), statistics.fmean(error**2 for error in errors)
-    squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
-    within = squares / freedom if freedom else 0.0
+    sampling = statistics.fmean(error**2 for error in errors)
+    found = _analyze_variance([[run.value for run in row] for row in runs.values()])
+    column, residual = found.column / len(runs), found.residual * (len(runs) - 1) / len(runs)
+    within = column + residual
     shared = min(own[0].val_size / own[0].train_size, 1.0) if own[0].has_new_split else 1.0
     run = max(within - (1 - shared) * sampling, 0.0)
     variance = within / seeds + shared * sampling + run + sampling * own[0].val_size / own[0].test_size
-    uncertain = within / seeds + (within if run else 0.0)
-    quantile = stats.norm.ppf((1 + COVERAGE) / 2)
-    if uncertain:
-        quantile = stats.t.ppf((1 + COVERAGE) / 2, freedom * (variance / uncertain) ** 2)
-    reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
+    weight = 1 / seeds + (1 if run else 0)
+    uncertainty = (weight * column) ** 2 / found.column_freedom
+    if residual:
+        uncertainty += (weight * residual) ** 2 / found.residual_freedom
+    probability = (1 + COVERAGE) / 2
+    normal = float(special.ndtri(probability))
+    quantile = float(special.stdtrit(variance**2 / uncertainty, probability)) if uncertainty else normal
+    if metric in PROPORTION_METRICS and all(0 <= value <= 1 for value in means.values()):
+        return ExpectedScore(mean, *_make_proportion_interval(mean, math.sqrt(variance) * quantile / normal, own))
+    reach, sign = quantile * math.sqrt(variance), -1.0 if maximize else 1.0
     least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return ExpectedScore(mean, max(low, 0.0) if metric in PROPORTION_METRICS else low, high)
+    return ExpectedScore(mean, low, high)
+
+
+def _make_proportion_interval(mean: float, deviation: float, runs: Sequence[RunScore]) -> tuple[float, float]:
+    """Return the quantiles of the beta distribution with this mean and standard deviation.
+
+    The mean is at most (v + 1) / (v + 2) for v validation samples, and correspondingly for 0 (Laplace's rule of
+    succession), because a beta distribution has no mean of 0 or 1.
+    """
+    from scipy import special
+
+    least = 1 / (runs[0].val_size + 2)
+    center = min(max(mean, least), 1 - least)
+    largest = center * (1 - center)  # of the variance of a distribution between 0 and 1
+    total = largest / min(deviation**2, 0.999 * largest) - 1
+    low, high = special.betaincinv(center * total, (1 - center) * total, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return min(float(low), mean), max(float(high), mean)
 
 
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:

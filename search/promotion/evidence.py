@@ -362,7 +362,8 @@ def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:
     columns = ("finalist", "search", *(f"seed {seed}" for seed in seeds), "mean", "std")
     tie = f", tied with trials {', '.join(map(str, finalists['tie']))}" if finalists["tie"] else ""
     winner = "no winner yet" if finalists["winner"] is None else f"winner trial {finalists['winner']}{tie}"
-    varied = "seeds and splits" if finalists.get("expected") else "seeds"
+    is_resplit = any(run and run["divided"] for row in finalists["rows"] for run in row.get("scored", ()))
+    varied = "seeds and splits" if is_resplit else "seeds"
     return [
         f"Finalists by val {escape_markdown(metric)}, retrained on new {varied}: {winner}.",
         "",

@@ -134,6 +134,7 @@ def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "tie": list(found.tie),
         **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.is_multi_objective else {}),
         "standard_error_of_difference": found.standard_error,
+        "tie_margin": found.tie_margin,
         "fresh_divisions": found.is_resplit,
         "expected": None if found.expected_score is None else asdict(found.expected_score),
         "rows": rows,
