@@ -18,7 +18,7 @@ ARG TORCH_BACKEND=cpu
 RUN --mount=type=cache,target=/root/.cache/uv \
     case "${TORCH_BACKEND}" in \
     cpu | cu130) \
-    uv pip compile --quiet --no-annotate --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \
+    uv pip compile --quiet --no-annotate --no-build --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \
     --constraint constraints.txt --constraint constraints-torch.txt --output-file resolved.txt direct.txt \
     && python hpsearch hashes < resolved.txt > hashed.txt \
     && uv pip install --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \

@@ -43,6 +43,11 @@ from hpsearch.redaction import redact
         ("curl -s -u user:pw https://h/p", "curl -s -u user:*** https://h/p"),
         ("curl --user 'user:pw' https://h/p", "curl --user 'user:***' https://h/p"),
         ("Authorization: abc.def", "Authorization: ***"),
+        ("password=b\"x\" PASSWORD=f'x'\nDB_PASSWORD = rb'x'", "password=*** PASSWORD=***\nDB_PASSWORD = ***"),
+        ("password=('x') + y\npassword = [\"x\"]", "password=*** + y\npassword = ***"),
+        ('password = """a\nb""" + c', "password = *** + c"),
+        ('PASSWORD: str = "x"\n    HF_TOKEN: str | None = "t"', "PASSWORD: str = ***\n    HF_TOKEN: str | None = ***"),
+        ("os.environ.setdefault('DB_PASSWORD', 'x')", "os.environ.setdefault('DB_PASSWORD', ***)"),
     ],
 )
 def test_secrets_are_hidden(text: str, redacted: str) -> None:
@@ -75,6 +80,9 @@ def test_secrets_are_hidden(text: str, redacted: str) -> None:
         "pad_token = '<pad>', sep_token=\"</s>\"",
         "docker run -u 1000:1000 image",
         "authorization: str | None = None",
+        "secret_key: jax.Array\ntoken: list[int] = field(default_factory=list)",
+        'batch = {"token": batch["tokens"], "secret": read(1)}',
+        "self.token: nn.Embedding = nn.Embedding(3, 4)",
     ],
 )
 def test_other_texts_are_kept(text: str) -> None:
@@ -85,3 +93,10 @@ def test_private_keys_are_hidden() -> None:
     start, end = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
     assert redact(f"a {start}\nMIIE\n{end} b") == f"a {start}***{end} b"
     assert redact(f"a {start}\nMIIE\n") == f"a {start}***"
+
+
+@pytest.mark.parametrize("part", ["-", "curl -u ", "password", "a=", "'''", "\\", "://", ": "])
+def test_long_texts_take_linear_time(part: str) -> None:
+    """With quadratic time, a text of this length takes hours."""
+    text = part * (200_000 // len(part))
+    assert redact(text) == text

@@ -138,26 +138,30 @@ def sync(
 
 @register(MONITOR_SECTION)
 def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
-    """Allow the import of a study's objective, and of its sampler from OptunaHub.
+    """Confirm the code of a study.
 
     This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
-    changed by another user, or comes from a backup. `run` confirms the objective that it is given.
+    changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
+    'trust' also allows its sampler from OptunaHub, --tensorboard and --wandb.
     """
+    from hpsearch.objectives.loading import BUILTIN
     from hpsearch.search.api.opening import open_study
     from hpsearch.search.errors import SearchError
     from hpsearch.search.study.trust import read_code
 
     study, _ = open_study(name, where)
     reference = study.spec.objective
+    if reference in BUILTIN and not study.external_settings:
+        echo(f"the objective {reference} is built in and needs no confirmation")
+        return
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
-    sampler = study.spec.sampler.downloaded_code
-    named = f"{code.file} and {sampler}" if sampler else str(code.file)
-    if not yes and not confirm(f"may hpsearch run the code in {named!r} as you?"):
+    named = " and ".join([str(code.file), *study.external_settings])
+    if not yes and not confirm(f"may hpsearch use {named} as you?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
     study.trust_code(code)
-    echo(f"commands on this machine may import {named}")
+    echo(f"commands on this machine may use {named}")
 
 
 @register(MONITOR_SECTION)

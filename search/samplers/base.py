@@ -26,7 +26,7 @@ class SamplerSpec(RegisteredOptions):
     can_warm_start: ClassVar[bool] = False
 
     @property
-    def downloaded_code(self) -> str | None:
+    def downloaded_code_description(self) -> str | None:
         """Description of the code that `prepare` downloads and imports; None if there is none."""
         return None
 

@@ -22,7 +22,7 @@ def load_state(state: str, trial_number: int) -> Any:
         trial_number: number of the trial that has the state, for the message.
 
     Raises:
-        SearchError: the text is not the state of an optimizer.
+        SearchError: the pickle is damaged, or contains other types.
     """
     try:
         record = _RecordUnpickler(io.BytesIO(bytes.fromhex(state))).load()

@@ -61,7 +61,7 @@ class OptunaHub(SamplerSpec):
         return given
 
     @property
-    def downloaded_code(self) -> str:
+    def downloaded_code_description(self) -> str:
         return f"{self.package} of OptunaHub at {self.ref}"
 
     def fit_to_objective(self, objective: BaseObjective) -> Self:

@@ -288,7 +288,7 @@ def begin_search(
             storage, settings, objective, check=check, preflight_check=check_objective_code, enqueued=enqueued
         )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
-        if created or study.spec.sampler.downloaded_code is None:  # the caller has named the objective
+        if created or not study.external_settings:  # naming the objective confirms only this
             with suppress(StorageError):  # without the record, the code is accepted until it changes
                 study.trust_code(read_code(study.spec.objective))
         start_timeout(study)

@@ -19,7 +19,7 @@ from hpsearch.objectives.loading import load_checked_objective, load_objective, 
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
-from hpsearch.search.errors import SearchError, as_search_error, suggest_names
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
@@ -31,9 +31,9 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.early_stop import EarlyStop
-from hpsearch.storage.trials.history import read_finalist_studies
+from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 
-# Folder names, by the name and the id of a study. Earlier versions generated the second and the third one.
+# Folder names, by the name and the id of a study. Earlier development versions generated the last two.
 _FOLDER_PATTERN = r"{name}-({random}|{id}-{random}|{id})"
 _RANDOM_PATTERN = "([0-9a-f]{8}|[0-9a-f]{16})"
 
@@ -111,11 +111,9 @@ class StoredStudy:
         """
         name = self.storage.get_study_name_from_id(self.study_id)  # unique, unlike the name in the spec
         pattern = _FOLDER_PATTERN.format(name=re.escape(name), id=self.study_id, random=_RANDOM_PATTERN)
-        if not (re.match(NAME_PATTERN, name) and re.fullmatch(pattern, folder)):
-            return False
-        # NAME-ID-TOKEN of this study may be NAME-TOKEN of a study with the name NAME-ID.
-        prefix = folder.rpartition("-")[0]
-        return prefix == name or find_study(self.storage, prefix) is None
+        is_generated = re.match(NAME_PATTERN, name) and re.fullmatch(pattern, folder)
+        # The folder s-1-RANDOM is ambiguous: study s with the id 1, or study s-1.
+        return bool(is_generated) and not has_other_owner(self.engine, self.study_id, folder)
 
     @property
     def finalists_of(self) -> FinalistsOf:
@@ -169,23 +167,31 @@ class StoredStudy:
         set_metrics(objective, self.spec)
         return objective
 
-    def prepare_sampler(self) -> None:
-        """Download the code of the study's sampler to this machine, if the sampler needs it.
+    @property
+    def external_settings(self) -> list[str]:
+        """The settings by which the study runs code or writes files elsewhere, as text."""
+        code = self.spec.sampler.downloaded_code_description
+        trackers = {"tensorboard": self.spec.tensorboard, "wandb": self.spec.wandb}
+        return [
+            *([f"the sampler {code}"] if code is not None else []),
+            *(f"--{name} {value}" for name, value in trackers.items() if value),
+        ]
+
+    def check_restored(self) -> None:
+        """Check that the author of a backup has not chosen code or folders that the user has not confirmed.
 
         Raises:
-            SearchError: the download failed, or the user has to confirm the code, because the study was restored.
+            SearchError: the user has to confirm them.
         """
-        name, sampler = self.spec.name, self.spec.sampler
-        if sampler.downloaded_code is not None and self.attrs.get(RESTORED):
+        if (named := self.external_settings) and self.attrs.get(RESTORED):
+            name = self.spec.name
             raise SearchError(
-                f"the sampler {sampler.downloaded_code} is not downloaded, because study {name!r} was restored from a "
-                f"backup; if you trust this code, confirm it with: {format_command('trust', name)}"
+                f"study {name!r} was restored from a backup and uses {' and '.join(named)}; "
+                f"if you trust this, confirm it with: {format_command('trust', name)}"
             )
-        with as_search_error(f"study {name!r} cannot run on this machine: "):
-            sampler.prepare()
 
     def trust_code(self, code: Code | None) -> None:
-        """Record that the user confirms the code of the study's objective and sampler.
+        """Record that the user confirms the code of the study's objective, and its `external_settings`.
 
         Raises:
             StorageError: the record cannot be written.

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hpsearch.objectives.training.ranks import current_ranks
+from hpsearch.search.errors import as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
@@ -70,13 +71,15 @@ class WorkerContext:
         self.options, self.study = options, load_study(storage, name)
         study, spec = self.study, self.study.spec
         check_release(study)
+        study.check_restored()
         check_trackers(spec)
         services = resolve_tracking(services, study, required=options.tracking_required)
         if error := services.tracking_error:
             log.warning("%s; the search continues, and unsent records are in %s", error, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective(allow_changed=True)
-        study.prepare_sampler()
+        with as_search_error(f"study {name!r} cannot run on this machine: "):
+            spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
         self.tracking = services.open_tracking()

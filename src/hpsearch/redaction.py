@@ -21,13 +21,16 @@ _VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\";&|]+)"
 _VARIABLES = rf"(?:[A-Z0-9_]*_|PG)?(?:{_WORDS.upper().replace('[_-]', '_')})|[A-Z0-9_]*_(?:PAT|PASS|PWD)"
 _VARIABLE = re.compile(rf"(?<![\w?&-])((?:{_VARIABLES})=){_VALUE}")
 _OPTION = re.compile(rf"(?<!\S)(--?(?:[\w-]+-)?(?:{_WORDS})(?:=|\s+))(?!-){_VALUE}", re.IGNORECASE)
-_NO_TYPE = r"(?!(?:str|bytes|int|float|bool|None|null|true|false|Any|(?:\w+\.)*(?:Tensor|SecretStr))(?!\w))"
-# Of libpq, which permits spaces; not the name of a function or of an attribute.
-_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_TYPE}(?![\w.]+[.(\[]){_VALUE}")
+_NO_TYPE = (
+    r"(?!(?:str|bytes|int|float|bool|None|null|true|false|Any|(?:\w+\.)*(?:Tensor|SecretStr)|(?:\w+\.)+(?-i:[A-Z])\w*)(?!\w))"
+    r"(?![\w.]+[(\[])"  # the call of a function, or a type with parameters
+)
+# A keyword of libpq, which permits spaces around `=`. Values that are names of functions or attributes do not match.
+_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_TYPE}(?!\w+\.){_VALUE}")
 _HEADER = re.compile(
     rf"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_NO_TYPE}[^\s'\"]+", re.IGNORECASE
 )
-_CURL = re.compile(r"(\bcurl\s(?:[^\n|;]*\s)?(?:-u|--user)[ =]?['\"]?[^\s:'\"]*:)[^\s'\"]+")
+_CURL = re.compile(r"(\bcurl\s(?:[^\n|;]{0,500}\s)?(?:-u|--user)[ =]?['\"]?[^\s:'\"]*:)[^\s'\"]+")
 # Entries of JSON, YAML and dictionaries. Prose also has `token:` and `secret:`, so these names count only in quotes, or
 # at the start of a line.
 _PASSWORDS = r"[\w.-]*(?:password|passwd|passphrase)"
@@ -37,13 +40,18 @@ _ENTRY = re.compile(
     rf"(?:[bfru]?(\\?['\"])(?:(?!\3)(?:\\.|[^\n]))*(?:\3|$)|{_NO_TYPE}[^\s'\"]*[^\s'\",}}\])])",
     re.IGNORECASE | re.MULTILINE,
 )
-_LINE = re.compile(rf"^([ \t+-]*{_SECRETS}[ \t]*:[ \t]+){_NO_TYPE}[^\s'\"].*$", re.IGNORECASE | re.MULTILINE)
-# Assignments of text in code. Texts such as `pad_token = "<pad>"` are no secrets.
+_LINE = re.compile(rf"^([ \t+-]*+{_SECRETS}[ \t]*:[ \t]+){_NO_TYPE}[^\s'\"].*$", re.IGNORECASE | re.MULTILINE)
+# Texts in code that are assigned to a name or an environment variable. Texts such as `pad_token = "<pad>"` are kept.
 _TOKENS = r"(?:[\w.-]*(?:auth|access|api|hf|hub|git|bot)[_-]?)?token"
+_NAMES = rf"(?:{_PASSWORDS}|[\w.-]*(?:secret|{_KEYS})|{_TOKENS})"
+_TEXT = (
+    r"[bfru]{0,2}(?:\"\"\".*?(?:\"\"\"|\Z)|'''.*?(?:'''|\Z)|"
+    r"'(?:\\[^\n]|[^'\\\n])*+(?:'|$)|\"(?:\\[^\n]|[^\"\\\n])*+(?:\"|$))"
+)
 _ASSIGNMENT = re.compile(
-    rf"(?<![\w.-])((?:{_PASSWORDS}|[\w.-]*(?:secret|{_KEYS})|{_TOKENS})[ \t]*=[ \t]*)"
-    r"[bfru]?(['\"])(?:(?!\2)(?:\\.|[^\n]))*(?:\2|$)",
-    re.IGNORECASE | re.MULTILINE,
+    rf"((?:(?<![\w.-]){_NAMES}(?:[ \t]*:[^=\n]{{1,80}})?[ \t]*=|(?:setdefault|setenv|putenv)\(['\"]{_SECRETS}['\"],)"
+    rf"[ \t]*[(\[]?){_TEXT}",
+    re.IGNORECASE | re.MULTILINE | re.DOTALL,
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL)
 
@@ -58,6 +66,6 @@ def redact(text: str) -> str:
     if _URL.match(text):
         text = _PARAMETER_OF_URL.sub(rf"\1{HIDDEN}", _PASSWORD_OF_URL.sub(rf"\1:{HIDDEN}@", text))
     text = _PASSWORD_IN_TEXT.sub(rf"\1:{HIDDEN}@", text)
-    for pattern in (_PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _CURL, _LINE, _ENTRY, _ASSIGNMENT):
+    for pattern in (_ASSIGNMENT, _PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _CURL, _LINE, _ENTRY):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PRIVATE_KEY.sub(rf"\1{HIDDEN}", text)

@@ -1,8 +1,9 @@
-"""Changes of the restored databases: trials, links and paths of the original place."""
+"""Adaptation of restored databases to their new services."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from hpsearch.storage.attributes import (
@@ -17,11 +18,12 @@ from hpsearch.storage.attributes import (
     TRACKING_URI,
 )
 from hpsearch.storage.mlflow import tag_names
+from hpsearch.storage.mlflow.locations import LocationRejectedError, check_removable
 
 _RUN_PAGE = "/#/experiments/"  # path of a run's page
 
-# Same effect as a worker that releases its trial: no retry is counted, and the next worker resumes the trial. The
-# workers of the original database are marked as exited.
+# Release running trials as a worker does: no retry is counted, and the next worker resumes the trial. Workers of the
+# original database are marked as exited.
 _RELEASE = """
     WITH ended AS (
         UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = 'released' WHERE ended_at IS NULL
@@ -55,7 +57,7 @@ def record_study_ids(cursor: Any) -> None:
     cursor.execute("INSERT INTO hpsearch_study_ids SELECT study_id FROM studies ON CONFLICT DO NOTHING")
 
 
-# For trials whose run was completely uploaded to MLflow after the snapshot of the studies.
+# Clear the mark of unsent records of trials whose run reached MLflow after the snapshot of the studies.
 _RECORD_UPLOADED = """
     WITH arrived AS (
         SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
@@ -126,6 +128,63 @@ def reconcile_databases(studies: Any, mlflow: Any) -> None:
     )
     keys = {"tracking": TRACKING, "pending": PENDING, "run_id": RUN_ID, "model": MODEL}
     studies.execute(_RECORD_UPLOADED, {"runs": json.dumps(finished), **keys})
+
+
+# Columns with artifact locations, and the rows that have them.
+_LOCATIONS = (
+    ("experiments", "artifact_location", "true"),
+    ("runs", "artifact_uri", "true"),
+    ("logged_models", "artifact_location", "true"),
+    ("model_versions", "source", "true"),
+    ("model_versions", "storage_location", "true"),
+    ("trace_tags", "value", "key = 'mlflow.artifactLocation'"),
+    ("workspaces", "trace_archival_location", "true"),
+)
+_PROXY = "mlflow-artifacts:/"
+# The path below the folder of all artifacts: EXPERIMENT, or EXPERIMENT/RUN/artifacts/..., also of models and traces.
+_PROXIED_PATH = re.compile(
+    r"(?:^|/)(\d+(?:/(?:models/|traces/)?(?:m-|tr-)?[0-9a-f]{32}/artifacts(?:/(?!\.\.?/)[^/]+)*)?)/?$"
+)
+_REFERENCE = re.compile(r"(models|runs):/(?!.*\.\.).+")
+
+
+def replace_artifact_locations(mlflow: Any) -> int:
+    """Replace locations in local folders and on other servers by the same paths at the server's artifact proxy.
+
+    MLflow reads, writes and deletes files at these locations, and the author of a backup could name any folder.
+
+    Returns:
+        Number of replaced locations.
+    """
+    replaced = 0
+    for table, column, condition in _LOCATIONS:
+        mlflow.execute(
+            f"SELECT DISTINCT {column} FROM {table} WHERE {condition} "  # noqa: S608 constant names
+            f"AND ({column} !~ '^{_PROXY}[^/]' OR strpos({column}, '..') > 0)"
+        )
+        for (location,) in mlflow.fetchall():
+            if _is_allowed_location(location):
+                continue
+            path = _PROXIED_PATH.search(location)
+            mlflow.execute(
+                f"UPDATE {table} SET {column} = %s WHERE {condition} AND {column} = %s",  # noqa: S608 constant names
+                (_PROXY + (path[1] if path else "unknown"), location),
+            )
+            replaced += mlflow.rowcount
+    return replaced
+
+
+def _is_allowed_location(location: str) -> bool:
+    try:
+        check_removable(location, "http://unconfigured.invalid")
+    except LocationRejectedError:
+        return _REFERENCE.fullmatch(location) is not None
+    return True
+
+
+def delete_webhooks(mlflow: Any) -> None:
+    """Delete MLflow's webhooks, which would send events to addresses that the author of the backup has chosen."""
+    mlflow.execute("DELETE FROM webhook_events; DELETE FROM webhooks")
 
 
 def find_studies_with_unsent_trials(studies: Any) -> list[str]:

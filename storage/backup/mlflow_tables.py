@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def list_mlflow_tables() -> set[str]:
     """Return the names of the tables of the installed MLflow."""
     import mlflow.store.model_registry.dbmodels.models
-    import mlflow.store.tracking.dbmodels.models  # noqa: F401 both modules register their tables
+    import mlflow.store.tracking.dbmodels.models
+    import mlflow.store.workspace.dbmodels.models  # noqa: F401 each of these modules registers its tables
     from mlflow.store.db.base_sql_model import Base
 
     return {*Base.metadata.tables, ALEMBIC_TABLE}

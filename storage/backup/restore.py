@@ -15,12 +15,14 @@ from typing import Any
 from hpsearch.redaction import redact
 from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.adapt import (
+    delete_webhooks,
     find_studies_with_unsent_trials,
     mark_restored,
     reconcile_databases,
     record_study_ids,
     release_trials,
     remove_home_checkpoint_urls,
+    replace_artifact_locations,
     rewrite_mlflow_urls,
 )
 from hpsearch.storage.backup.archive import ArchiveReader, Manifest, UnpackedArchive
@@ -30,6 +32,7 @@ from hpsearch.storage.backup.rows import find_other_relations, restore_rows
 from hpsearch.storage.checkpoints.store import is_checkpoint_path
 from hpsearch.storage.database.migrate import MIGRATIONS, create_tables, list_revisions, migrate
 from hpsearch.storage.database.schema import (
+    ALEMBIC_TABLE,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
     OWN_TABLES,
@@ -74,8 +77,10 @@ def check_schema_revisions(manifest: Manifest) -> None:
 
 OnProgress = Callable[[str], None]
 
-_STUDY_TABLES = ("studies",)
+_STUDY_TABLES: tuple[str, ...] = ("studies",)
 _MLFLOW_TABLES = ("runs", "registered_models")
+# Condition for the rows that MLflow does not create by itself, per table.
+_INITIAL_ROWS = {ALEMBIC_TABLE: "false", "experiments": "experiment_id <> 0", "workspaces": "name <> 'default'"}
 
 
 @dataclass(frozen=True)
@@ -197,13 +202,11 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
     others: list[str] = []
     is_partial = False
     own = {*OPTUNA_TABLES, *OWN_TABLES, *REVISION_TABLES, STUDY_IDS_TABLE}
-    mlflow = list_mlflow_tables() if locations.mlflow is not None else set[str]()
-    for database, tables, known in (
-        (locations.studies, _STUDY_TABLES, own),
-        (locations.mlflow, _MLFLOW_TABLES, mlflow),
-    ):
-        if database is None:
-            continue
+    databases = [(locations.studies, _STUDY_TABLES, own)]
+    if locations.mlflow is not None:
+        known = list_mlflow_tables()
+        databases.append((locations.mlflow, (*_MLFLOW_TABLES, *sorted(known)), known))
+    for database, tables, known in databases:
         with open_session(*database) as cursor:
             server_version = cursor.connection.server_version // 10_000
             if server_version < _parse_major_version(manifest.postgres_version):
@@ -212,13 +215,11 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
                     f"Postgres {server_version}; use a server of the same or a newer version"
                 )
             is_partial = is_partial or _is_partial_restore(cursor)
-            numbers = {table: count_rows(cursor, table) for table in tables}
+            numbers = {table: count_rows(cursor, table, _INITIAL_ROWS.get(table, "true")) for table in tables}
             others += find_other_relations(cursor, known)
-        found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
+        found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number][:2]
     if (found or others) and not is_partial:
-        if others:
-            more = ", ..." if len(others) > 3 else ""
-            found.append(f"tables of other programs: {', '.join(others[:3])}{more}")
+        found += [f"table of another program: {table}" for table in others[:1]]
         place = f"--home {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
         fix = "set --home to another folder" if locations.is_embedded else "give the URLs of empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}), and restore overwrites nothing; {fix}")
@@ -264,6 +265,9 @@ def _restore_all(
         record_study_ids(studies)
         if mlflow is not None:
             reconcile_databases(studies, mlflow)
+            delete_webhooks(mlflow)
+            if replaced := replace_artifact_locations(mlflow):
+                progress(f"replaced {replaced} artifact locations by the artifact proxy of the MLflow server")
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")

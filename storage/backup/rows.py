@@ -19,7 +19,7 @@ from hpsearch.storage.database.schema import REVISION_TABLES
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError, format_error
 
-# Tables whose rows the migrations write.
+# Tables that the migrations fill; their rows are not restored.
 _MIGRATED_TABLES = (*REVISION_TABLES, "version_info")
 
 
@@ -248,7 +248,7 @@ _RELATIONS = """
 
 
 def find_other_relations(cursor: Any, known: Container[str]) -> list[str]:
-    """Return the names of the tables, views and sequences that are not `known`, such as those of another program."""
+    """Return the names of the tables, views and sequences that are not in `known`."""
     cursor.execute(_RELATIONS)
     return [name for (name,) in cursor.fetchall() if name not in known]
 

@@ -75,10 +75,12 @@ class Account:
         owner = folder.stat().st_uid
         if not self.is_other_user or owner == self.uid:
             return
-        paths = [Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
-        for path in (*paths, folder):
-            if path.lstat().st_uid == owner:
-                os.chown(path, self.uid, self.gid, follow_symlinks=False)
+        # Relative to open folders, because the former owner could replace a folder by a link.
+        for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
+            for name in (*folders, *files):
+                if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid == owner:
+                    os.chown(name, self.uid, self.gid, dir_fd=descriptor, follow_symlinks=False)
+        os.chown(folder, self.uid, self.gid, follow_symlinks=False)
 
 
 def find_account(data: Path | None = None) -> Account:

@@ -15,12 +15,12 @@ from hpsearch.storage.mlflow.credentials import is_configured
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
-_HOSTS = {
+_STORE_HOSTS = {
     "abfs": r"[\w$-]+@[\w-]+\.dfs\.core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)",
     "r2": r"[\w.-]+@\w+(\.(eu|fedramp))?\.r2\.cloudflarestorage\.com",
     "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
 }
-_HOSTS["abfss"] = _HOSTS["abfs"]
+_STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 
@@ -50,14 +50,14 @@ def check_removable(location: str, uri: str) -> None:
         uri: the address of the tracking server.
 
     Raises:
-        LocationRejectedError: the location is a local folder, or on another server; or the user has not configured the
-            tracking server, and the location is on a host that is not a known store.
+        LocationRejectedError: the location is a local folder, or on another server. For a tracking server that the user
+            has not configured, also if the host is not a known store.
     """
     parts = urlsplit(location)
     is_allowed = parts.scheme in _REMOTE or (
         parts.scheme in _PROXIED and parts.hostname in {None, urlsplit(uri).hostname}
     )
-    if (hosts := _HOSTS.get(parts.scheme)) is not None and not is_configured(uri):
+    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_configured(uri):
         is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
     if not is_allowed or ".." in location.split("/"):
         raise LocationRejectedError(

@@ -9,7 +9,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import EARLY_TERMINATION, SPEC, VIOLATIONS
+from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, VIOLATIONS
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, format_progress
@@ -272,3 +272,15 @@ def read_refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
 def _read_names(engine: sa.Engine, study_id: int, *, refits: bool) -> list[str]:
     rows = Database(engine).fetch_rows(_SELECT_FINALIST_STUDIES, {"spec": SPEC, "study": study_id})
     return [row.study_name for row in rows if row.is_refit == refits]
+
+
+_SELECT_OTHER_OWNER = """
+    SELECT 1 AS found FROM study_user_attributes
+     WHERE key = :key AND value_json::jsonb = to_jsonb(CAST(:folder AS text)) AND study_id <> :study LIMIT 1
+"""
+
+
+def has_other_owner(engine: sa.Engine, study_id: int, folder: str) -> bool:
+    """Return whether another study has stored the name of a folder as its own."""
+    parameters = {"key": FOLDER_NAME, "folder": folder, "study": study_id}
+    return bool(Database(engine).fetch_rows(_SELECT_OTHER_OWNER, parameters))

@@ -35,7 +35,7 @@ if (!query.has("token")) { query.set("token", ""); location.replace("?" + query 
 </script>
 """
 _SIGN_IN_TEXT = (
-    b"This service needs a token: send the header Authorization: Bearer TOKEN, or open a link of hpsearch up.\n"
+    b"The token is missing or not valid: send the header Authorization: Bearer TOKEN, or open a link of hpsearch up.\n"
 )
 _FOREIGN_TEXT = b"This service rejects requests of other web sites.\n"
 

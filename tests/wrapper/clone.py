@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,20 @@ def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") ->
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return path
+
+
+def make_source(folder: Path, name: str, code: str) -> None:
+    """Write the source archive of a package that runs this code when it is built, with a build backend of its own."""
+    with tarfile.open(folder / f"{name}-1.0.tar.gz", "w:gz") as archive:
+        project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        for path, text in (
+            ("PKG-INFO", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"),
+            ("pyproject.toml", f'{project}[project]\nname = "{name}"\ndynamic = ["version"]\n'),
+            ("backend.py", code),
+        ):
+            entry = tarfile.TarInfo(f"{name}-1.0/{path}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
 
 
 def pin(wheel: Path) -> str:

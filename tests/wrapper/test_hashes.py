@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wrapper.clone import CONSTRAINTS, REPOSITORY, Clone, change, make_wheel, pin, there
+from tests.wrapper.clone import CONSTRAINTS, REPOSITORY, Clone, change, make_source, make_wheel, pin, there
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,20 @@ def test_a_package_that_was_replaced_on_its_index_is_not_installed(
         replaced.write_bytes(kept)
     assert clone.run("x").returncode == 0
     assert {"torch-2.13.0", "honest-1.0"} <= there(clone)
+
+
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_no_package_is_built_before_its_hash_is_compared(clone: Clone, tmp_path: Path, installer: str) -> None:
+    """A build runs the code of the package."""
+    folder = tmp_path / "wheels"
+    if installer == "pip":
+        (tmp_path / "tools" / "uv").unlink()
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
+    make_wheel(folder, "honest", "1.0", "Requires-Dist: evil\n")
+    make_source(folder, "evil", f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    assert clone.run("x").returncode in (1, 2)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["torch", "uv"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +90,10 @@ class TensorBoardConsumer(OptionalTracker):
         """Return the study's folder; its name is the study's name or, if another study uses this, the identifier."""
         folder = self._folder / self._study
         folder.mkdir(parents=True, exist_ok=True)
-        hidden = folder / f"{_OWNER_FILE}-{os.getpid()}"
-        hidden.write_text(self._owner)
+        # Another user may be able to write to the folder, so links are not followed.
+        hidden = folder / f"{_OWNER_FILE}-{uuid.uuid4().hex}"
+        with hidden.open("x") as file:
+            file.write(self._owner)
         try:
             os.link(hidden, folder / _OWNER_FILE)  # atomic, because other processes may read the file
         except FileExistsError:

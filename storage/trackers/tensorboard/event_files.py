@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,9 +111,9 @@ class EventFiles:
         Raises:
             OSError: the disk is full.
         """
-        path, hidden = self._make_path(_END_SUFFIX), self.folder / f".end-{os.getpid()}"
+        path, hidden = self._make_path(_END_SUFFIX), self.folder / f".end-{uuid.uuid4().hex}"
         data = _serialize([_make_version_event(), _make_event([make_session_end(outcome, at)], 0, at)])
-        with hidden.open("wb") as file:
+        with hidden.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,6 @@ import pytest
 from optuna.study import StudyDirection
 
 from hpsearch.search.cli import run_command
-from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.optunahub import _load_module
 from hpsearch.search.study.study import load_study
@@ -132,22 +131,28 @@ def test_branches_and_paths_are_rejected_as_commit_or_package(key: str, value: s
         parsed(**{key: value})
 
 
-def test_workers_do_not_download_the_sampler_of_a_restored_study(
-    cached: Path, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("setting", ["sampler", "tensorboard", "wandb"])
+def test_workers_of_a_restored_study_use_external_settings_only_after_a_confirmation(
+    cached: Path, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], setting: str,
+) -> None:  # fmt: skip
     (cached / "__init__.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n" + CODE)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
     storage = open_storage(database_url, application_name="test")
-    spec = {**spec_of(name="none").model_dump(), "objective": "digits", "sampler": parsed().model_dump()}
+    values = {"sampler": parsed().model_dump(), "tensorboard": str(tmp_path / "logs"), "wandb": "team/project"}
+    spec = {**spec_of(name="none").model_dump(), "objective": "digits", setting: values[setting]}
     attrs = {SPEC: spec, RESTORED: True, FOLDER_NAME: "s-1"}
     storage.create_filled_study([StudyDirection.MAXIMIZE], "s", user_attrs=attrs, trials=[])
-    with pytest.raises(
-        SearchError, match=f"samplers/half of OptunaHub at {REF} is not downloaded, because .* restored"
-    ):
-        load_study(storage, "s").prepare_sampler()
+    shown = (
+        f"the sampler samplers/half of OptunaHub at {REF}" if setting == "sampler" else f"--{setting} {values[setting]}"
+    )
+    assert run_command(["worker", "--study", "s", "--tracking-uri", "http://127.0.0.1:1"]) == 2
+    assert (
+        f"study 's' was restored from a backup and uses {shown}; if you trust this, confirm" in capsys.readouterr().err
+    )
     assert not (cached / "ran").exists()
+    assert not (tmp_path / "logs").exists()
     assert run_command(["trust", "s", "--yes"]) == 0
-    assert f"and samplers/half of OptunaHub at {REF}" in capsys.readouterr().out
-    load_study(storage, "s").prepare_sampler()
-    assert (cached / "ran").exists()
+    assert f"digits.py and {shown}" in capsys.readouterr().out
+    load_study(storage, "s").check_restored()

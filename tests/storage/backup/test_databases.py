@@ -21,9 +21,11 @@ from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, 
 from hpsearch.storage.backup import adapt, archive
 from hpsearch.storage.backup.backup import BackupResult, backup
 from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
+from hpsearch.storage.backup.mlflow_tables import create_mlflow_tables, list_mlflow_tables
 from hpsearch.storage.backup.restore import restore
+from hpsearch.storage.backup.rows import find_other_relations
 from hpsearch.storage.checkpoints.store import StoredFile
-from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.database.connect import check_database, open_cursor
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.errors import StorageError
@@ -145,11 +147,39 @@ def test_restore_drops_no_tables_of_other_programs(
     fill(database_url)
     make(file, owner_url, home)
     execute(target := postgres_server.url(other, user=OWNER), "CREATE TABLE precious (a int)")
-    with pytest.raises(StorageError, match=r"is not empty \(tables of other programs: precious\), and restore overwr"):
+    with pytest.raises(
+        StorageError, match=r"is not empty \(table of another program: precious\), and restore overwrites"
+    ):
         restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     execute(target, "DROP TABLE precious; CREATE TYPE mood AS ENUM ('good'); CREATE DOMAIN small AS int")
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT 'good'::mood, 1::small") == [("good", 1)]
+
+
+def test_the_tables_of_the_installed_mlflow_are_known(empty_database_url: str) -> None:
+    create_mlflow_tables(empty_database_url, "heads")
+    with open_cursor(empty_database_url, application_name="test") as cursor:
+        assert find_other_relations(cursor, list_mlflow_tables()) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "INSERT INTO experiments (experiment_id, name) VALUES (1, 'traces')",
+        "INSERT INTO webhooks (webhook_id, name, url, status, secret, creation_timestamp, last_updated_timestamp) "
+        "VALUES ('w', 'w', 'http://h', 'ACTIVE', NULL, 0, 0)",
+    ],
+)
+def test_restore_overwrites_no_content_of_mlflow(
+    postgres_server: PostgresServer, owner_url: str, empty_database_url: str, other: str, file: Path, home: str,
+    monkeypatch: pytest.MonkeyPatch, statement: str,
+) -> None:  # fmt: skip
+    create_mlflow_tables(empty_database_url, "heads")
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", empty_database_url)
+    backup(file, owner_url=owner_url, home=home, files=False, dashboard=DASHBOARD_COMMAND)
+    execute(empty_database_url, f"INSERT INTO experiments (experiment_id, name) VALUES (0, 'Default'); {statement}")
+    with pytest.raises(StorageError, match=r"is not empty \((experiments|webhooks): 1\), and restore"):
+        restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD_COMMAND)
 
 
 class Killed(BaseException):

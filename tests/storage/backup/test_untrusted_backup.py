@@ -16,6 +16,7 @@ from optuna.study import StudyDirection
 from hpsearch.search.cli import run_command
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
+from hpsearch.storage.backup.adapt import delete_webhooks, replace_artifact_locations
 from hpsearch.storage.backup.archive import CHECKPOINTS, STUDIES_DUMP, ArchiveReader, create_archive
 from hpsearch.storage.backup.backup import backup
 from hpsearch.storage.backup.dumps import open_snapshot
@@ -307,3 +308,46 @@ def test_only_rows_of_a_dump_of_mlflow_are_restored(
     assert query(target, "SELECT nextval('experiments_experiment_id_seq'), value FROM metrics") == [(10, 0.5)]
     assert query(target, "SELECT to_regclass('ran')") == [(None,)]
     assert query(target, "SELECT version_num FROM alembic_version") != [(revision,)]
+
+
+RUN, OWN_MODEL = "0123456789abcdef" * 2, "m-" + "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("location", "restored"),
+    [
+        ("/home/victim", "mlflow-artifacts:/unknown"),
+        ("file:///home/victim", "mlflow-artifacts:/unknown"),
+        ("https://evil.example/7", "mlflow-artifacts:/7"),
+        ("mlflow-artifacts://evil.example/7", "mlflow-artifacts:/7"),
+        ("mlflow-artifacts:/7/../../x", "mlflow-artifacts:/unknown"),
+        ("abfss://c@account.evil.example/x", "mlflow-artifacts:/unknown"),
+        (f"/srv/mlflow/7/{RUN}/artifacts", f"mlflow-artifacts:/7/{RUN}/artifacts"),
+        (f"/srv/mlflow/7/models/{OWN_MODEL}/artifacts/code", f"mlflow-artifacts:/7/models/{OWN_MODEL}/artifacts/code"),
+        (f"/srv/7/{RUN}/artifacts/../../../x", "mlflow-artifacts:/unknown"),
+        (f"mlflow-artifacts:/7/{RUN}/artifacts", f"mlflow-artifacts:/7/{RUN}/artifacts"),
+        ("s3://bucket/7", "s3://bucket/7"),
+    ],
+)
+def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: str, restored: str) -> None:
+    """MLflow deletes and writes files at the locations in its database."""
+    create_mlflow_tables(empty_database_url, "heads")
+    tables = ("experiments.artifact_location", "runs.artifact_uri", "model_versions.storage_location")
+    with open_cursor(empty_database_url, application_name="test") as cursor:
+        cursor.execute(
+            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', %(l)s);"
+            "INSERT INTO runs (run_uuid, experiment_id, artifact_uri) VALUES ('r', 7, %(l)s);"
+            "INSERT INTO registered_models (name, workspace) VALUES ('m', 'default');"
+            "INSERT INTO model_versions (name, version, source, storage_location, workspace)"
+            " VALUES ('m', 1, 'models:/m-1', %(l)s, 'default');"
+            "INSERT INTO webhooks (webhook_id, name, url, status, creation_timestamp, last_updated_timestamp)"
+            " VALUES ('w', 'w', 'http://evil.example', 'ACTIVE', 0, 0)",
+            {"l": location},
+        )
+        assert replace_artifact_locations(cursor) == (0 if location == restored else len(tables))
+        delete_webhooks(cursor)
+        for table, _, column in (name.partition(".") for name in tables):
+            cursor.execute(f"SELECT {column} FROM {table}")
+            assert cursor.fetchall() == [(restored,)]
+        cursor.execute("SELECT source, (SELECT count(*) FROM webhooks) FROM model_versions")
+        assert cursor.fetchall() == [("models:/m-1", 0)]

@@ -65,7 +65,7 @@ def test_an_objective_with_another_hash_is_imported_only_after_a_confirmation(
     with pytest.raises(SearchError, match=r"its code has changed .* confirm it with: .*hpsearch trust s"):
         study.objective()
     assert run_command(["trust", "s", "--yes"]) == 0
-    assert "commands on this machine may import" in capsys.readouterr().out
+    assert "commands on this machine may use" in capsys.readouterr().out
     assert not code.with_name("imported").exists()
     assert study.objective().name
     code.write_text(f"{code.read_text()}# changed again\n")

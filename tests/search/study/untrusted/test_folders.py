@@ -76,13 +76,16 @@ def test_delete_rejects_the_folder_of_a_study_whose_name_ends_in_a_number(
     assert kept.exists()
 
 
-def test_a_folder_of_an_earlier_version_is_accepted_unless_it_may_belong_to_another_study(
-    storage: PostgresStorage,
+@pytest.mark.parametrize("victim", ["s-1", "renamed"])
+def test_a_folder_of_an_earlier_version_is_accepted_unless_another_study_has_it(
+    storage: PostgresStorage, victim: str
 ) -> None:
+    """A worker's role can also rename the study whose folder it claims."""
     make_study(storage, **{FOLDER_NAME: f"s-1-{TOKEN}"})
     study = load_study(storage, "s")
     assert study.folder == f"s-1-{TOKEN}"
-    optuna.create_study(study_name="s-1", storage=storage)
+    other = optuna.create_study(study_name=victim, storage=storage)
+    storage.set_study_user_attr(other._study_id, FOLDER_NAME, f"s-1-{TOKEN}")
     with pytest.raises(SearchError, match=f"has the folder name 's-1-{TOKEN}', which hpsearch did not generate"):
         _ = study.folder
 
