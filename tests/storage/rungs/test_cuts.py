@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs, record_rung_value
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.finishing import Outcome
+from tests.conftest import execute
 from tests.storage.trials.support import budget, rows, take
 
 CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"
@@ -124,9 +126,9 @@ def test_the_best_promotable_trial_is_promoted(storage: BaseStorage, study_id: i
 def test_a_study_from_before_cuts_continues(
     storage: BaseStorage, study_id: int, engine: sa.Engine, owner_url: str
 ) -> None:
-    storage.set_study_user_attr(
-        study_id, SPEC, {"retries": 1, "n_trials": 6, "pruner": {"name": "asha", "reduction_factor": 2}}
-    )
+    spec = {"retries": 1, "n_trials": 6, "pruner": {"name": "asha", "reduction_factor": 2}}
+    statement = f"UPDATE study_user_attributes SET value_json = '{json.dumps(spec)}' WHERE key = '{SPEC}'"
+    execute(owner_url, statement)  # workers cannot change the settings of a stored study
     claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 2, 2, maximize=True))
     held = [take(claims) for _ in range(6)]
     given_back = held.pop()
