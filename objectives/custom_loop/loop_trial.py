@@ -129,8 +129,8 @@ class LoopTrial:
         Args:
             metrics: numbers by name: the study's metric, all other metrics that the study optimizes or bounds, and any
                 further metrics. They are logged as `val_NAME`; `lr` and names that begin with `train_` get no prefix.
-            state: nested plain values and tensors from which the next epoch continues, also on another machine. A
-                resumed trial without `state` and `folder` has no state to continue from.
+            state: nested plain values and tensors from which the next epoch continues, also on another machine. Without
+                `state` and `folder`, a resumed trial starts from the first epoch again.
             best: nested plain values and tensors that are stored for the best epoch and passed to `test` and `export`;
                 None uses `state`.
             folder: folder whose files are stored in the trial's checkpoint. After a resume, the folder

@@ -248,7 +248,12 @@ class LoopRun(BaseLoopRun):
             read.append(state)
             if state is None:
                 return None
-            unpack_folder(state.pop("folder", {}), self.checkpoint)
+            folder = state.pop("folder", {})
+            if state["state"] is None and not folder and len(state["history"]) < self.plan.epochs:
+                self.files.log.warning("the loop reported no state; the trial starts from the first epoch again")
+                read[:] = [None]
+                return None
+            unpack_folder(folder, self.checkpoint)
             return {**state, "best": {**state["best"], "model": None}}
 
         broadcast = self.ranks.run_on_rank_zero(read_checkpoint)

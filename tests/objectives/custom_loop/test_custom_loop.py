@@ -27,7 +27,7 @@ from hpsearch.objectives.fit import fit, restore_model
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility import checkpoint
-from tests.objectives.training.support import Memory, exact
+from tests.objectives.training.support import Memory, Stopped, exact
 
 
 class Gan(LoopObjective):
@@ -124,6 +124,27 @@ def test_a_killed_and_resumed_run_is_bit_identical(tmp_path):
     whole, resumed = _fit(), _fit(session=LocalSession(tmp_path))
     assert _numbers(resumed) == _numbers(whole)
     assert torch.equal(resumed.best["weight"], whole.best["weight"])
+
+
+def test_a_loop_without_state_starts_again_when_it_is_resumed(tmp_path):
+    """It would continue with an untrained model."""
+    seen = []
+
+    def run(self, trial):
+        seen.append((trial.resumed, trial.state))
+        value = 1.0
+        for _ in trial.epochs():
+            value = value / 2 + torch.rand(()).item()
+            trial.report({"distance": value})
+
+    objective = type("Forgetful", (Gan,), {"run": run})()
+    whole = _fit(objective, Memory())
+    assert _fit(objective, Stopped(tmp_path, 2)).status == "stopped"
+    resumed = _fit(objective, LocalSession(tmp_path))
+    assert _numbers(resumed) == _numbers(whole)
+    assert seen == [(False, None)] * 3
+    assert _numbers(_fit(objective, LocalSession(tmp_path))) == _numbers(whole)
+    assert len(seen) == 3, "a completed run is not trained again"
 
 
 @pytest.mark.slow
