@@ -11,16 +11,14 @@ configuration has a better true value than that of the baseline with the same se
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import optuna
 
+from benchmarks.search_quality.parallel import run_all
 from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.simulation import Simulation
 from benchmarks.search_quality.surrogates import FAMILIES, Family, surrogate
@@ -119,14 +117,7 @@ def main() -> None:
         for name, family in cells
         for way in ways
     ]
-    done: dict[Bounded, Found] = {}
-    said = time.monotonic()
-    with ProcessPoolExecutor(given.processes) as pool:
-        for one, found in zip(searches, pool.map(search, searches), strict=True):
-            done[one] = found
-            if time.monotonic() - said > 60:
-                said = time.monotonic()
-                print(f"{len(done)} of {len(searches)} searches", file=sys.stderr, flush=True)
+    done = run_all(search, searches, given.processes)
     for line in lines(ways, done):
         print(line, flush=True)
 

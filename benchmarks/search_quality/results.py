@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from benchmarks.search_quality.surrogates import Family, made_of, surrogate
 from benchmarks.search_quality.ways import BASELINE, make
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+PRODUCTION = HERE.parents[1] / "src/hpsearch"
 KEPT = Path("runs/search_quality/results")  # not part of the repository
 
 BEYOND = 1.5  # length of a search in budgets: slower searches reach the target after the budget
@@ -64,17 +65,21 @@ def search(one: Search, setting: Setting) -> History:
 
 def digest(one: Search, setting: Setting) -> str:
     """Return the name of a search's file, which depends on the curves, the simulation and the code of the method."""
+    text = json.dumps([asdict(one), asdict(setting), made_of(one.objective), digest_code(one.way)])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@cache
+def digest_code(way: str) -> str:
+    """Return a digest of the code of the simulation and of a method."""
     sources = [HERE / name for name in ("simulation.py", "optuna_study.py", "space.py")]
-    if not one.way.startswith("hpsearch"):
+    if not way.startswith("hpsearch"):
         sources.append(HERE / "peers.py")
     else:
         sources += [HERE / "production.py", HERE / "stored.py"]
-        sources.append(ROOT / "storage/rungs/rungs.py")
-        packages = ("freeze_thaw", "samplers", "pruners")
-        sources += [path for package in packages for path in sorted((ROOT / "search" / package).glob("*.py"))]
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    text = json.dumps([asdict(one), asdict(setting), made_of(one.objective), code])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+        packages = ("search/freeze_thaw", "search/samplers", "search/pruners", "storage/rungs")
+        sources += [path for package in packages for path in sorted((PRODUCTION / package).rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 @dataclass(frozen=True)

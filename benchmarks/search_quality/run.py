@@ -9,10 +9,7 @@ interrupted and resumed, and further seeds or methods take only their own time.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,36 +17,13 @@ import numpy as np
 import optuna
 
 from benchmarks.search_quality.figure import draw, draw_ratios
+from benchmarks.search_quality.parallel import run_all
 from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.results import Cell, Search, Setting, ratio, search, share_arrived
-from benchmarks.search_quality.simulation import History
 from benchmarks.search_quality.surrogates import FAMILIES, surrogate
 from benchmarks.search_quality.ways import BASELINE, SLOW, WAYS
 
 PICTURE = Path("runs/search_quality/best_so_far.png")
-
-
-def simulate(searches: list[Search], setting: Setting, processes: int) -> dict[Search, History]:
-    """Run all searches; print a line of progress each minute."""
-    found: dict[Search, History] = {}
-    said = time.monotonic()
-    for one, history in zip(searches, histories(searches, setting, processes), strict=True):
-        found[one] = history
-        if time.monotonic() - said > 60:
-            said = time.monotonic()
-            print(f"{len(found)} of {len(searches)} searches", file=sys.stderr, flush=True)
-    return found
-
-
-def histories(searches: list[Search], setting: Setting, processes: int) -> Iterator[History]:
-    work = partial(search, setting=setting)
-    if processes == 1:
-        yield from map(work, searches)
-        return
-    for objective, family in dict.fromkeys((one.objective, one.family) for one in searches):
-        surrogate(objective, family)  # fit once for all processes
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(work, searches)
 
 
 def table(ways: list[str], cells: list[Cell], setting: Setting) -> Iterator[str]:
@@ -93,7 +67,10 @@ def main() -> None:
         for family in given.families
         for way in ways
     ]
-    found = simulate(searches, setting, given.processes)
+    for name in given.objectives:
+        for family in given.families:
+            surrogate(name, family)  # fit once for all processes
+    found = run_all(partial(search, setting=setting), searches, given.processes)
     cells = [
         Cell(name, family, {way: [found[Search(name, family, way, s)] for s in range(given.seeds)] for way in ways})
         for name in given.objectives

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +15,11 @@ import numpy as np
 import optuna
 import pytest
 
+from benchmarks.search_quality.broad import Case, Search, lcbench_cases, search
+from benchmarks.search_quality.comparison import Comparison, wins_and_losses
+from benchmarks.search_quality.comparison import ratio as ratio_at
 from benchmarks.search_quality.curves import DATA, read_curves
+from benchmarks.search_quality.lcbench import NAMES, LCBenchObjective, make_configurations
 from benchmarks.search_quality.optuna_study import OptunaStudy
 from benchmarks.search_quality.peers import Optuna
 from benchmarks.search_quality.problems import PROBLEMS, Problem
@@ -31,6 +38,7 @@ from hpsearch.search.samplers.suggest import make_sampler
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 PROBLEM = Problem(BreastCancer, "tuning")
+LCBENCH = Problem(LCBenchObjective, "tuning")
 BUDGET = 400
 
 
@@ -288,3 +296,68 @@ def test_ratio_compares_epochs_to_the_quality_of_the_baseline():
     found = ratio("fast", cells, setting)
     assert found.low < 0.5 < found.high
     assert ratio("never", cells, setting).middle == pytest.approx(150 / (40 * 80 * 90) ** (1 / 3))
+
+
+def test_comparison_at_fractions_of_the_budget():
+    base = History(spent=[1, 40, 80], best=[0.0, 1.0, 2.0])
+    fast = Comparison("one", History(spent=[1, 10, 90], best=[0.0, 1.5, 3.0]), base, budget=100, best=4.0)
+    assert math.exp(fast.log_ratio(0.5)) == pytest.approx(10 / 40)
+    assert math.exp(fast.log_ratio(1.0)) == pytest.approx(90 / 80)
+    assert [fast.regret(fraction) for fraction in (0.25, 0.5, 1.0)] == [2.5, 2.5, 1.0]
+    never = Comparison("two", History(spent=[1], best=[0.5]), base, budget=100, best=4.0)
+    assert math.exp(never.log_ratio(1.0)) == pytest.approx(150 / 80)
+    assert math.exp(never.log_ratio(0.5)) == pytest.approx(75 / 40)
+    assert [wins_and_losses([fast, never], fraction) for fraction in (0.25, 0.5, 1.0)] == ["2 / 0", "1 / 1", "1 / 1"]
+    found = ratio_at([fast, never], 1.0)
+    assert found.middle == pytest.approx(math.sqrt(90 * 150) / 80)
+    assert found.low == pytest.approx(90 / 80)
+    assert found.high == pytest.approx(150 / 80)
+
+
+def test_lcbench_tasks_are_split_by_their_position(tmp_path):
+    space = [{"name": "epoch"}, {"name": "OpenML_task_id", "choices": ["5", "3", "9", "1"]}]
+    (tmp_path / "config_space.json").write_text(json.dumps({"hyperparameters": space}))
+    names = {use: [case.name for case in lcbench_cases(tmp_path, use, 0.3)] for use in ("tuning", "held out")}
+    assert names == {"tuning": ["5", "9"], "held out": ["3", "1"]}
+
+
+def test_lcbench_configurations_cover_the_search_space():
+    space = distributions(LCBenchObjective)
+    assert set(NAMES) == set(space)
+    for row in make_configurations(np.random.default_rng(0).uniform(size=(20, len(NAMES)))):
+        for name, value in zip(NAMES, row, strict=True):
+            assert space[name]._contains(space[name].to_internal_repr(value))
+    bounds = make_configurations(np.repeat([[0.0], [1.0]], len(NAMES), axis=1))
+    assert bounds == pytest.approx(np.array([[space[name].low, space[name].high] for name in NAMES]).T)
+    assert tuple(LCBenchObjective().configure(optuna.trial.FixedTrial(random_params(0, LCBENCH)))) == NAMES
+
+
+def test_missing_files_of_lcbench_are_one_line(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.search_quality.broad", "--lcbench", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith(
+        f"--lcbench {tmp_path} has no model.onnx; lcbench.py describes how to get it"
+    )
+
+
+@dataclass(frozen=True)
+class KnownSlope(Slope):
+    """Training that can be identified."""
+
+    def digest(self) -> str:
+        return "slope"
+
+    def best_known(self) -> float:
+        return 0.0
+
+
+def test_kept_searches_are_not_repeated_and_have_the_best_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.search_quality.broad.KEPT", tmp_path)
+    case = Case("slope", PROBLEM, KnownSlope())
+    one = Search(case, BASELINE, seed=0, trainings=2, workers=2)
+    first = search(one)
+    assert first.epochs == 2 * PROBLEM.epochs
+    assert search(one) == first  # the CPU time too, so it was not repeated
+    assert len(list(case.folder.glob("*.json"))) == 1
+    assert case.best_seen() == max(0.0, *first.best)
