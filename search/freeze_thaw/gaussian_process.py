@@ -20,6 +20,7 @@ from torch import Tensor
 TRIAL_DECAY = 0.7  # length scale of a trial's deviation, in scaled log-epochs
 MAX_FIT_STEPS = 60  # L-BFGS iterations
 _JITTER = 1e-6
+MAX_RELATIVE_JITTER = 1e-2  # largest jitter of a Cholesky factorization, relative to the mean variance
 
 # Prior of the logarithms of level, slope, configuration, decay, trial deviation and noise; then of length scales.
 _PRIOR_MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
@@ -102,9 +103,7 @@ class GaussianProcess:
 
         def compute_loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-            factor, info = torch.linalg.cholesky_ex(GaussianProcess(self.param_by_feature, at).noisy_covariance(points))
-            if info.item():
-                return 1e10, np.zeros_like(theta)
+            factor = factorize(GaussianProcess(self.param_by_feature, at).noisy_covariance(points))
             white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
             value = 0.5 * white.square().sum() + factor.diagonal().log().sum()
             value = value + 0.5 * ((at - mean) / deviation).square().sum()
@@ -119,7 +118,7 @@ class GaussianProcess:
 
     def posterior(self, points: Points, y: Tensor) -> Posterior:
         """Return the posterior, given the scores `y` [n] of the points."""
-        factor = torch.linalg.cholesky(self.noisy_covariance(points))
+        factor = factorize(self.noisy_covariance(points))
         return Posterior(self, points, y, factor, torch.cholesky_solve(y[:, None], factor)[:, 0])
 
     def noisy_covariance(self, points: Points) -> Tensor:
@@ -186,6 +185,25 @@ class Posterior:
         """
         mean, _ = self.predict(points)
         return self.process.posterior(self.points.concat(points), torch.cat([self.y, mean]))
+
+
+def factorize(covariance: Tensor) -> Tensor:
+    """Return the Cholesky factor of a covariance matrix [n, n].
+
+    If rounding errors make the matrix indefinite, a jitter on the diagonal is multiplied by ten until the factorization
+    succeeds. The factor stays differentiable, so that a fit can leave the region in which this happens.
+
+    Raises:
+        torch.linalg.LinAlgError: the matrix is not a covariance matrix.
+    """
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    jitter, scale = 1e-10, covariance.diagonal().mean()
+    while info.item() and jitter <= MAX_RELATIVE_JITTER:
+        jitter *= 10
+        identity = torch.eye(len(covariance), dtype=covariance.dtype)
+        factor, info = torch.linalg.cholesky_ex(covariance + jitter * scale * identity)
+    found: Tensor = factor if not info.item() else torch.linalg.cholesky(covariance)
+    return found
 
 
 def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Tensor:

@@ -24,7 +24,7 @@ class Observations:
 
     Attributes:
         trial: trial index of each observation [n].
-        log_epoch: scaled log-epochs [n]: 0 after the first epoch, 1 after the last.
+        log_epoch: scaled log-epochs [n]: 0 after the first epoch, 1 after the last (also if there is only one).
         loss: best loss so far [n]; infinite if no value was finite.
     """
 
@@ -87,7 +87,8 @@ def select_observations(
         drawn = random.choice(best[room // 2 :], room - room // 2, replace=False)
         found = [found[i] for i in sorted([*stay, *best[: room // 2], *map(int, drawn)])]
     trials, after, losses = (np.array(column) for column in zip(*found, strict=True))
-    return Observations(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
+    scaled = np.log(after) / math.log(epochs) if epochs > 1 else np.ones(len(after))
+    return Observations(trials, scaled, losses.astype(np.float64))
 
 
 def _accumulate_best(curve: Mapping[int, float]) -> dict[int, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,21 @@ class Space:
                 columns += [np.where(off, _MISSING, column), _MISSING * off]
         return np.column_stack(columns).astype(np.float64)
 
+    def contains_same_trial(self, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Return for each of `rows` [n, parameters] whether it is the configuration of one of `others` [m, parameters].
+
+        A configuration of `others` without a parameter equals a row that differs only by having it: other parameters
+        determine whether a configuration has the parameter, even if its condition is unknown. Rounding errors of the
+        encoding are ignored.
+        """
+        rows, others = np.round(rows, 9) + 0.0, np.round(others, 9) + 0.0
+        found = np.zeros(len(rows), dtype=bool)
+        absent = np.isnan(others)
+        for pattern in np.unique(absent, axis=0):
+            known = {row.tobytes() for row in others[(absent == pattern).all(1)][:, ~pattern]}
+            found |= np.array([row.tobytes() in known for row in np.ascontiguousarray(rows[:, ~pattern])], dtype=bool)
+        return found
+
     def to_row(self, params: Mapping[str, Any]) -> list[float]:
         """Encode a configuration as a row; a value outside the range of its distribution is clipped."""
         pairs = zip(self.names, self._distributions, strict=True)
@@ -105,7 +121,7 @@ class Space:
             if isinstance(d, Numeric) and d.step is not None and not d.single():
                 rounded[:, j] = _round_to_step(d, rows[:, j])
         for j, rule in self._rules.items():
-            rounded[~rule.is_satisfied(rounded), j] = math.nan
+            rounded[~_are_satisfied(rule, rounded), j] = math.nan
         return rounded
 
 
@@ -130,36 +146,67 @@ class _ParameterCondition:
         return (self.low <= column) & (column <= self.high) & ~np.isin(column, self.excluded_choices)
 
 
-def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _ParameterCondition]:
-    """Infer the conditions of the parameters that some rows lack.
+_Rule = tuple[_ParameterCondition, ...]  # conditions that must all hold
 
-    A condition comes after the condition of the parameter that it depends on. A parameter for which no condition
-    matches the rows is treated as unconditional.
+
+def _are_satisfied(rule: _Rule, rows: np.ndarray) -> np.ndarray:
+    return np.all([condition.is_satisfied(rows) for condition in rule], axis=0)  # type: ignore[no-any-return]
+
+
+def _infer_rules(rows: np.ndarray, choices: Sequence[int]) -> dict[int, _Rule]:
+    """Infer the conditions of the parameters that some rows lack: one condition each, or both of two conditions.
+
+    A condition comes after the conditions of the parameter that it depends on. A parameter for which no conditions
+    match the rows is treated as unconditional.
     """
     present = ~np.isnan(rows)
     counts = present.sum(0)
-    found: dict[int, _ParameterCondition] = {}
+    found: dict[int, _Rule] = {}
     for j in sorted(range(rows.shape[1]), key=lambda j: -counts[j]):
         if counts[j] in (0, len(rows)):
             continue
-        for by in sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -counts[by]):
-            rule = _infer_rule(rows[:, by], present[:, j], by, categorical=choices[by] > 0)
-            if rule is not None and np.array_equal(rule.is_satisfied(rows), present[:, j]):
-                found[j] = rule
-                break
+        others = sorted(set(range(rows.shape[1])) - {j}, key=lambda by: -counts[by])
+        conditions = [
+            condition
+            for by in others
+            for condition in _find_conditions(rows[:, by], present[:, j], by, categorical=choices[by] > 0)
+        ]
+        # With few rows, two numeric conditions often match by chance. So those on choices are tried first.
+        by_kind = sorted(conditions, key=lambda condition: not condition.excluded_choices)
+        pairs = (pair for pair in itertools.combinations(by_kind, 2) if pair[0].parameter != pair[1].parameter)
+        rules: Iterator[_Rule] = itertools.chain(((one,) for one in conditions), pairs)
+        rule = next((rule for rule in rules if np.array_equal(_are_satisfied(rule, rows), present[:, j])), None)
+        if rule is not None:
+            found[j] = rule
     return found
 
 
-def _infer_rule(column: np.ndarray, present: np.ndarray, by: int, *, categorical: bool) -> _ParameterCondition | None:
+def _find_conditions(
+    column: np.ndarray, present: np.ndarray, by: int, *, categorical: bool
+) -> Iterator[_ParameterCondition]:
+    """Yield the conditions on parameter `by` that all configurations with a parameter satisfy, and some others do not.
+
+    Args:
+        column: values of parameter `by` [rows].
+        present: whether the configuration has the conditional parameter [rows].
+        by: index of the parameter in the conditions.
+        categorical: whether `by` is categorical.
+    """
     with_it, without = column[present], column[~present]
-    without = without[~np.isnan(without)]
     if np.isnan(with_it).any():
-        return None
+        return
+    some_lack, without = np.isnan(without).any(), without[~np.isnan(without)]
     if categorical:
-        return _ParameterCondition(by, -math.inf, math.inf, tuple(np.unique(without)))
-    if len(without) == 0 or without.max() < with_it.min():
-        return _ParameterCondition(by, with_it.min() if len(without) else -math.inf, math.inf)
-    return _ParameterCondition(by, -math.inf, with_it.max()) if with_it.max() < without.min() else None
+        excluded = np.setdiff1d(without, with_it)
+        if some_lack or len(excluded):
+            yield _ParameterCondition(by, -math.inf, math.inf, tuple(excluded))
+        return
+    if some_lack:
+        yield _ParameterCondition(by, -math.inf, math.inf)
+    if len(without) and without.min() < with_it.min():
+        yield _ParameterCondition(by, with_it.min(), math.inf)
+    if len(without) and without.max() > with_it.max():
+        yield _ParameterCondition(by, -math.inf, with_it.max())
 
 
 def _to_unit(d: BaseDistribution, value: Any) -> float:
@@ -236,12 +283,6 @@ def maximize_acquisition(
     tops = np.concatenate([around, drawn[np.argsort(-gains, kind="stable")[:TOP_TRIALS]]])
     near = space.perturb(random, tops, NEIGHBORS_PER_TRIAL)
     tried, gains = np.concatenate([drawn, near]), np.concatenate([gains, acquisition(near)])
-    chosen = int(np.argmax(np.where(_contains_rows(tried, had), -np.inf, gains)))
+    chosen = int(np.argmax(np.where(space.contains_same_trial(tried, had), -np.inf, gains)))
     top = (chosen - RANDOM_CANDIDATES) // NEIGHBORS_PER_TRIAL  # negative for random candidates
     return tried[chosen], top if 0 <= top < len(around) else None
-
-
-def _contains_rows(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each of `rows` [n, parameters] whether it is in `others`, up to rounding errors of the encoding."""
-    known = {row.tobytes() for row in np.round(others, 9) + 0.0}
-    return np.array([row.tobytes() in known for row in np.round(rows, 9) + 0.0], dtype=bool)

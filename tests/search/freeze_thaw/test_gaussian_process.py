@@ -10,7 +10,13 @@ import torch
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from hpsearch.search.freeze_thaw.gaussian_process import TRIAL_DECAY, GaussianProcess, Points, log_expected_improvement
+from hpsearch.search.freeze_thaw.gaussian_process import (
+    TRIAL_DECAY,
+    GaussianProcess,
+    Points,
+    factorize,
+    log_expected_improvement,
+)
 
 OWNER = np.array([0, 0, 1])  # of two columns and of one
 
@@ -94,6 +100,39 @@ def test_running_trials_count_with_their_predicted_values():
     after, narrow = posterior.fantasize(running).predict(running)
     assert after[0] == pytest.approx(float(before[0]), abs=0.02)
     assert narrow[0] < 0.5 * wide[0]
+
+
+def test_the_posterior_and_the_expected_improvement_equal_the_textbook_formulas():
+    """Rasmussen and Williams (2006), equations 2.25 and 2.26; Jones et al. (1998), equation 15."""
+    process, seen, new = GaussianProcess.from_prior(OWNER), points(12), points(7, seed=1, trials=20)
+    y = torch.sin(5 * seen.x[:, 0])
+    inverse = np.linalg.inv(process.noisy_covariance(seen).numpy())
+    cross = process.covariance(new, seen).numpy()
+    mean = cross @ inverse @ y.numpy()
+    deviation = np.sqrt(np.diag(process.covariance(new, new).numpy() - cross @ inverse @ cross.T))
+    best = -0.3
+    z = (best - mean) / deviation
+    improvement = (best - mean) * norm.cdf(z) + deviation * norm.pdf(z)
+
+    found = process.posterior(seen, y).predict(new)
+    np.testing.assert_allclose(found[0].numpy(), mean, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found[1].numpy(), deviation, rtol=1e-6)
+    np.testing.assert_allclose(log_expected_improvement(*found, best).exp().numpy(), improvement, rtol=1e-6)
+
+
+def test_the_factorization_of_an_indefinite_matrix_adds_jitter_and_stays_differentiable():
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    covariance = scale * torch.ones(5, 5, dtype=torch.float64) - 1e-9 * torch.eye(5, dtype=torch.float64)
+    assert torch.linalg.cholesky_ex(covariance)[1] > 0
+    factor = factorize(covariance)
+    torch.testing.assert_close(factor @ factor.T, covariance, atol=1e-6, rtol=0)
+    (gradient,) = torch.autograd.grad(factor.diagonal().log().sum(), scale)
+    assert torch.isfinite(gradient)
+    assert gradient > 0
+    regular = torch.eye(3, dtype=torch.float64) + 1
+    torch.testing.assert_close(factorize(regular), torch.linalg.cholesky(regular), atol=0, rtol=0)
+    with pytest.raises(torch.linalg.LinAlgError):
+        factorize(-regular)
 
 
 @pytest.mark.parametrize("z", [3.0, 0.5, -0.5, -2.0, -6.0])

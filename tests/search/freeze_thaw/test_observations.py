@@ -22,7 +22,7 @@ def test_observations_are_the_best_values_at_the_last_two_grid_epochs():
 
 def test_the_epoch_scale_is_logarithmic():
     assert select_observations([{27: 0.0, 1: 0.0}], 27, RANDOM).log_epoch == pytest.approx([0.0, 1.0])
-    assert select_observations([{1: 0.0}], 1, RANDOM).log_epoch == pytest.approx([0.0])
+    assert select_observations([{1: 0.0}], 1, RANDOM).log_epoch == pytest.approx([1.0])  # the first epoch is the last
 
 
 def test_nan_is_worse_than_all_numbers():

@@ -122,6 +122,34 @@ def test_a_tried_corner_of_the_space_is_not_suggested_again():
     assert min(found) > 0.8
 
 
+def both(optimizer: str, schedule: str) -> bool:
+    return optimizer == "sgd" and schedule == "cosine"
+
+
+def either(optimizer: str, schedule: str) -> bool:
+    return optimizer == "sgd" or schedule == "cosine"
+
+
+@pytest.mark.parametrize("has_momentum", [both, either])
+def test_no_configuration_is_repeated_if_a_parameter_depends_on_two_others(has_momentum):
+    study = optuna.create_study()
+    for number in range(36):
+        study.sampler = FreezeThawSampler(seed=number, epochs=1, random_fraction=0.0)
+        trial = study.ask()
+        optimizer = trial.suggest_categorical("optimizer", ["sgd", "adam"])
+        schedule = trial.suggest_categorical("schedule", ["cosine", "constant"])
+        width = trial.suggest_int("width", 1, 10)
+        if has_momentum(optimizer, schedule):
+            trial.suggest_int("momentum", 1, 10)
+        value = abs(width - 4) + (optimizer == "sgd") + (schedule == "cosine")
+        trial.report(value, 0)
+        study.tell(trial, value)
+    tried = [trial.params for trial in study.trials]
+    suggested = [t.number for t in study.trials if SUGGESTION_REASON_KEY in t.system_attrs]
+    assert len(suggested) == 26
+    assert not [number for number in suggested if tried[number] in tried[:number]]
+
+
 def test_a_parameter_with_one_value_is_ignored():
     study = optuna.create_study()
     for x in np.linspace(0, 1, 12):

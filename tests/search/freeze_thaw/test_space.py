@@ -76,11 +76,24 @@ def nested(trial) -> None:
         trial.suggest_float("stride", 1, 3)
 
 
-def test_conditional_parameters_are_learnt_from_trials():
+def of_two(trial) -> None:
+    """Suggest a momentum that depends on two choices, and a depth that depends on a choice and a number."""
+    optimizer = trial.suggest_categorical("optimizer", ["sgd", "adam", "lion"])
+    width = trial.suggest_int("width", 8, 64, step=8)
+    if trial.suggest_categorical("schedule", ["cosine", "constant"]) == "cosine":
+        if optimizer == "sgd":
+            trial.suggest_float("momentum", 0.0, 0.99)
+        if width >= 32:
+            trial.suggest_int("depth", 1, 4)
+    trial.suggest_float("lr", 1e-4, 1e-1, log=True)
+
+
+@pytest.mark.parametrize("conditional", [nested, of_two])
+def test_conditional_parameters_are_learnt_from_trials(conditional):
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
     for _ in range(60):
         trial = study.ask()
-        nested(trial)
+        conditional(trial)
         study.tell(trial, 0.0)
     distributions = {name: d for trial in study.trials for name, d in trial.distributions.items()}
     space = Space(distributions, [trial.params for trial in study.trials])
@@ -89,8 +102,16 @@ def test_conditional_parameters_are_learnt_from_trials():
     for row in np.concatenate([rows, space.perturb(random, rows[:10], 20)]):
         params = space.to_params(row)
         asked = optuna.trial.FixedTrial(params)
-        nested(asked)  # raises if a parameter is missing
+        conditional(asked)  # raises if a parameter is missing
         assert asked.params.keys() == params.keys()
+
+
+def test_a_configuration_without_a_parameter_equals_a_row_that_only_adds_it():
+    kind, number = CategoricalDistribution(["a", "b"]), FloatDistribution(0, 1)
+    space = Space({"kind": kind, "lr": number, "momentum": number}, [])
+    others = np.array([[0, 0.5, math.nan], [1, 0.5, 0.25]])
+    rows = np.array([[0, 0.5, 0.7], [0, 0.5, math.nan], [1, 0.5, 0.7], [1, 0.5, math.nan], [1, 0.5, 0.25 + 1e-12]])
+    assert space.contains_same_trial(rows, others).tolist() == [True, True, False, False, True]
 
 
 def test_a_parameter_without_a_condition_counts_as_present():
