@@ -40,6 +40,5 @@ TRAINING_SEED = "hpsearch:seed"  # finalists: the seed of the training
 RESPLIT_SCORE = "hpsearch:fresh"  # finalists on a new split: the result of ResplitScore.to_record()
 REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss"} of the last epoch
 
-# Attributes of multi-objective trials as samplers receive them; not stored.
+# Attribute of multi-objective trials as samplers receive them; not stored.
 VALUES = "hpsearch:values"  # {step: values of all metrics, in the order of the study's directions}
-RANK_CONSTRAINT = "constraints:hpsearch:place"  # rank of a pruned trial, as the violation of an Optuna constraint

@@ -31,7 +31,7 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
 )
 from hpsearch.search.freeze_thaw.observations import Observations, read_losses
 from hpsearch.search.freeze_thaw.space import TOP_TRIALS, SearchSpace, Space, maximize_acquisition
-from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, VALUES
 from hpsearch.storage.rungs.fronts import find_front, sort_by_front, to_losses
 
 
@@ -385,7 +385,6 @@ def get_max_violation(trial: FrozenTrial) -> float:
     Unless the trial is COMPLETE, only constraints on metrics that training cannot change are used.
     """
     ended = trial.state == TrialState.COMPLETE
-    place = RANK_CONSTRAINT.partition(":")[2]
     known = {name for name, metric in MODEL_METRICS.items() if metric.is_constant}
-    broken = (value for name, value in trial.constraints.items() if name != place and (ended or name in known))
+    broken = (value for name, value in trial.constraints.items() if ended or name in known)
     return max(broken, default=np.nan)

@@ -22,6 +22,8 @@ class SamplerSpec(RegisteredOptions):
     is_indexed_by_trial: ClassVar[bool] = False
     # Whether the sampler can repeat the parameters of another trial exactly, even if parameters are continuous.
     can_repeat: ClassVar[bool] = False
+    # Whether the sampler uses trials that are paused at rungs. Without them, it would be random search for a long time.
+    can_use_paused_trials: ClassVar[bool] = True
     # Whether the sampler uses the trials of earlier studies (`search.freeze_thaw.warm_start`).
     can_warm_start: ClassVar[bool] = False
 

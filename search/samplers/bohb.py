@@ -1,4 +1,4 @@
-"""TPE sampler for multi-objective studies with pruned trials, based on BOHB (Falkner et al. 2018)."""
+"""TPE and GP samplers that compare trials after equal numbers of epochs, based on BOHB (Falkner et al. 2018)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.samplers import TPESampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.samplers import GPSampler, TPESampler
+from optuna.trial import FrozenTrial
 
-from hpsearch.search.freeze_thaw.multi_objective import get_max_violation
 from hpsearch.search.freeze_thaw.space import SearchSpace
-from hpsearch.search.samplers.known_trials import States
-from hpsearch.storage.attributes import INFEASIBLE
+from hpsearch.search.samplers.equal_epochs import MIN_COMPARED, EqualEpochsView, has_pruned_trials
 
-RANDOM_FRACTION = 0.3  # fraction of random trials
-MIN_COMPLETE = 10  # number of COMPLETE trials from which pruned trials are ignored
+RANDOM_FRACTION = 0.3  # fraction of random trials in multi-objective studies
 
 
-class BOHBSampler(TPESampler):
-    """Optuna's TPE sampler, with changes for multi-objective studies in which trials were pruned.
+class EqualEpochsTPESampler(TPESampler):
+    """Optuna's TPE sampler, with changes for studies with pruned trials.
 
-    TPE ranks trials that trained longer as better, so it would not suggest configurations that learn slowly at first.
-    In simulated searches, the result was worse than random search. Therefore a fraction of the trials is random. Once
-    enough trials are COMPLETE, the sampler ignores pruned trials, except infeasible trials.
+    Optuna ranks pruned trials by their numbers of epochs, so it would not suggest configurations that learn slowly at
+    first. This sampler compares values after the same epoch (`EqualEpochsView`). In multi-objective studies, a fraction
+    of the trials is random, because the result of simulated searches was worse than random search without it.
     """
 
     def __init__(self, *, seed: int, **options: Any) -> None:
@@ -31,30 +28,30 @@ class BOHBSampler(TPESampler):
         self._is_random = np.random.default_rng(seed).random() < RANDOM_FRACTION
 
     def _sample(self, study: optuna.Study, trial: FrozenTrial, search_space: SearchSpace) -> dict[str, Any]:
-        if len(study.directions) == 1 or not study._get_trials(False, states=(TrialState.PRUNED,), use_cache=True):
+        if not has_pruned_trials(study):
             return super()._sample(study, trial, search_space)
-        if self._is_random:
+        if self._is_random and len(study.directions) > 1:
             draw = self._random_sampler.sample_independent
             return {name: draw(study, trial, name, values) for name, values in search_space.items()}
-        filtered: Any = _CompleteTrials(study)
-        return super()._sample(filtered, trial, search_space)
+        view: Any = EqualEpochsView(study)
+        return super()._sample(view, trial, search_space)
 
 
-class _CompleteTrials:
-    """View of a study that, once enough trials are COMPLETE, omits pruned trials, except infeasible trials."""
+class EqualEpochsGPSampler(GPSampler):
+    """Optuna's GP sampler, with values after the same epoch in studies with pruned trials (`EqualEpochsView`).
 
-    def __init__(self, study: optuna.Study) -> None:
-        self._study = study
+    Optuna's sampler ignores pruned trials. So in many searches it would suggest random configurations only. Trials that
+    did not reach the epoch are visible too: otherwise the sampler would suggest the same configuration again.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> SearchSpace:
+        """Return the parameters that all compared trials have."""
+        return super().infer_relative_search_space(self._compare(study), trial)
 
-    def _get_trials(self, deepcopy: bool = True, states: States = None, use_cache: bool = False) -> list[FrozenTrial]:
-        trials = self._study._get_trials(deepcopy, states, use_cache)
-        if sum(t.state == TrialState.COMPLETE for t in trials) < MIN_COMPLETE:
-            return trials
-        return [t for t in trials if t.state != TrialState.PRUNED or _is_infeasible(t)]
+    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: SearchSpace) -> dict[str, Any]:
+        """Return the suggested values of the parameters that all compared trials have."""
+        return super().sample_relative(self._compare(study), trial, search_space)
 
-
-def _is_infeasible(trial: FrozenTrial) -> bool:
-    return INFEASIBLE in trial.user_attrs or get_max_violation(trial) > 0
+    def _compare(self, study: optuna.Study) -> Any:
+        least = max(MIN_COMPARED, self._n_startup_trials)
+        return EqualEpochsView(study, least, has_short_trials=True) if has_pruned_trials(study) else study

@@ -33,8 +33,8 @@ class Random(SamplerSpec):
 class TPE(SamplerSpec):
     """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``.
 
-    In multi-objective studies with pruned trials, it follows BOHB (Falkner et al. 2018): 30 % of the trials are random,
-    and once ten trials are COMPLETE, pruned trials are ignored, except infeasible trials.
+    With pruned or paused trials, it follows BOHB (Falkner et al. 2018): it compares values up to the last epoch that
+    at least ten trials have reached. In multi-objective studies, 30 % of the trials are random then.
     """
 
     name: Literal["tpe"] = "tpe"
@@ -45,22 +45,26 @@ class TPE(SamplerSpec):
     constant_liar: bool = True
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from hpsearch.search.samplers.bohb import BOHBSampler
+        from hpsearch.search.samplers.bohb import EqualEpochsTPESampler
 
-        return BOHBSampler(seed=seed, **self.options)
+        return EqualEpochsTPESampler(seed=seed, **self.options)
 
 
 class GP(SamplerSpec):
-    """Gaussian-process Bayesian optimisation, Optuna's ``GPSampler``."""
+    """Gaussian-process Bayesian optimisation, Optuna's ``GPSampler``.
+
+    With pruned or paused trials, it compares values up to the last epoch that at least ten trials, and at least
+    `n_startup_trials`, have reached.
+    """
 
     name: Literal["gp"] = "gp"
     n_startup_trials: int = Field(default=10, ge=0)
     deterministic_objective: bool = False
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from optuna.samplers import GPSampler
+        from hpsearch.search.samplers.bohb import EqualEpochsGPSampler
 
-        return GPSampler(seed=seed, warn_independent_sampling=False, **self.options)
+        return EqualEpochsGPSampler(seed=seed, warn_independent_sampling=False, **self.options)
 
 
 class QMC(SamplerSpec):
@@ -85,6 +89,7 @@ class _Genetic(SamplerSpec):
     crossover_prob: Number = Field(default=0.9, ge=0, le=1)
     swapping_prob: Number = Field(default=0.5, ge=0, le=1)
 
+    can_use_paused_trials: ClassVar[bool] = False
     can_repeat: ClassVar[bool] = True  # a child may inherit all parameters from one parent
 
     def check_n_trials(self, n_trials: int) -> None:
@@ -131,6 +136,7 @@ class CMAES(SamplerSpec):
 
     name: Literal["cmaes"] = "cmaes"
     can_be_multi_objective: ClassVar[bool] = False
+    can_use_paused_trials: ClassVar[bool] = False
     n_startup_trials: int = Field(default=1, ge=0)
     popsize: int | None = Field(default=None, ge=4)
     consider_pruned_trials: bool = False

@@ -103,7 +103,9 @@ def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudyS
         has_other_budget = bool({"budget_epochs", "budget_seconds"} & given.keys())
         trials = _count_configurations(given) or (MAX_TRIALS if has_other_budget else objective.n_trials)
         defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
-        return parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
+        spec = parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
+        _check_sampler_and_pruner(spec)  # only here, so that existing studies keep their settings
+        return spec
     before = stored.model_dump()
     merged = {**before, **given}
     if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
@@ -118,6 +120,21 @@ def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudyS
     spec = parse_spec(merged)
     _require_same(stored, list_differences(before, spec.model_dump()), spec)
     return spec
+
+
+def _check_sampler_and_pruner(spec: StudySpec) -> None:
+    """Reject a pruner that pauses trials if the sampler does not use paused trials.
+
+    Raises:
+        SearchError: the combination is not available.
+    """
+    if spec.sampler.can_use_paused_trials or spec.pruner.get_rung_schedule(spec.epochs) is None:
+        return
+    names = ", ".join(sorted(name for name, kind in SamplerSpec.registry.items() if kind.can_use_paused_trials))
+    raise SearchError(
+        f"--sampler {spec.sampler.name} is not available with --pruner {spec.pruner.name}, because it does not use "
+        f"paused trials; use --pruner none, or one of the samplers {names}"
+    )
 
 
 def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:

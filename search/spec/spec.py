@@ -278,6 +278,10 @@ class StudySpec(Options):
         if not given.get("directions"):
             names = {key: cls.model_fields[key].default.name for key in names}
         kinds = {key: given.get(key, {}) for key in names}
+        chosen = kinds["sampler"]
+        sampler = SamplerSpec.registry.get(str(chosen.get("name"))) if isinstance(chosen, dict) else type(chosen)
+        if names["pruner"] == "asha" and not getattr(sampler, "can_use_paused_trials", True):
+            names = {**names, "pruner": "none"}
         return {**given, **{key: {"name": names[key], **kinds[key]} for key in names if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")

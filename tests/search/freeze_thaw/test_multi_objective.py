@@ -23,7 +23,7 @@ from hpsearch.search.freeze_thaw.multi_objective import (
 )
 from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
 from hpsearch.search.samplers.known_trials import SamplerStudyView, make_sampler_study_view
-from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, VALUES
 from hpsearch.storage.rungs.fronts import compute_hypervolume
 from tests.factories import X
 from tests.search.freeze_thaw.support import EPOCHS
@@ -177,7 +177,7 @@ def test_a_pareto_front_at_the_ideal_point_leaves_only_that_point():
 
 
 def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenTrial:
-    attrs = {VALUES: {str(step): list(each) for step, each in values.items()}, RANK_CONSTRAINT: 1e-300}
+    attrs = {VALUES: {str(step): list(each) for step, each in values.items()}}
     first = {step: each[0] for step, each in values.items()}
     kind = {"state": TrialState.PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}}
     return create_trial(**{**kind, "intermediate_values": first, "system_attrs": attrs, **shape})
@@ -193,7 +193,7 @@ def test_a_changing_metric_has_the_value_of_the_best_epoch_so_far():
     assert build_secondary_curves(trials, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
 
 
-def test_the_rank_of_a_pruned_trial_is_not_a_constraint_violation():
+def test_only_constraints_on_constant_metrics_count_before_a_trial_is_complete():
     assert math.isnan(get_max_violation(trial({0: (0.1, 5.0)})))
     broken = trial({0: (0.1, 5.0)}, user_attrs={INFEASIBLE: "diverged"})
     broken.set_constraint("model_mb", 0.5)

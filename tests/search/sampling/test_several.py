@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import optuna
 import pytest
-from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, NSGAIIISampler, NSGAIISampler, RandomSampler
 from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hpsearch.search.samplers.bohb import EqualEpochsGPSampler, EqualEpochsTPESampler
+from hpsearch.search.samplers.equal_epochs import EqualEpochsView
 from hpsearch.search.samplers.known_trials import SamplerStudyView, make_sampler_study_view
-from hpsearch.storage.attributes import INFEASIBLE, RANK_CONSTRAINT, VALUES
+from hpsearch.storage.attributes import INFEASIBLE, VALUES
 from tests.factories import X
 
 DIRECTIONS = ("maximize", "minimize")
@@ -64,9 +67,9 @@ class Made:
     def sampled(self) -> SamplerStudyView:
         return make_sampler_study_view(self.study, lambda: self.kept)
 
-    def tpe_order(self) -> list[int]:
+    def tpe_order(self, least: int) -> list[int]:
         """Return the numbers of trials in the order in which TPE counts them as good."""
-        study = self.sampled()
+        study: Any = EqualEpochsView(self.sampled(), least)
         trials = study._get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
         found: list[int] = []
         for count in range(1, len(trials) + 1):
@@ -91,9 +94,9 @@ def whole() -> Made:
 
 
 SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
-    "tpe": lambda: TPESampler(seed=1, multivariate=True, group=True, constant_liar=True),
-    "tpe, each parameter alone": lambda: TPESampler(seed=1, constant_liar=False),
-    "gp": lambda: GPSampler(seed=1, n_startup_trials=5),
+    "tpe": lambda: EqualEpochsTPESampler(seed=1, multivariate=True, group=True, constant_liar=True),
+    "tpe, each parameter alone": lambda: EqualEpochsTPESampler(seed=1, constant_liar=False),
+    "gp": lambda: EqualEpochsGPSampler(seed=1, n_startup_trials=5),
     "nsga2": lambda: NSGAIISampler(seed=1, population_size=4),
     "nsga3": lambda: NSGAIIISampler(seed=1, population_size=4),
     "random": lambda: RandomSampler(seed=1),
@@ -112,41 +115,41 @@ def test_multi_objective_samplers_accept_trials_in_every_state(name: str) -> Non
         made.study.tell(trial.number, [0.5, 0.5])
 
 
-def test_tpe_ranks_pruned_trials_between_complete_and_infeasible_ones() -> None:
+def test_tpe_compares_all_metrics_after_the_same_epoch() -> None:
     made = Made()
-    poor = made.add(COMPLETE, [(0.1, 9.0), (0.2, 9.0)])
+    poor = made.add(COMPLETE, [(0.1, 9.0), (0.2, 9.0), (0.95, 0.5)])  # the last epoch is not compared
     early = made.add(PRUNED, [(9.0, 0.0)])
-    dominated = made.add(PRUNED, [(0.4, 3.0), (0.5, 3.0)])
-    breaks_much, breaks_little = (made.add(COMPLETE, [(9.0, 0.0), (9.0, 0.0)], breaks=much) for much in (2.0, 1e-9))
     accurate = made.add(WAITING, [(0.8, 2.0), (0.9, 2.0)])
-    fast = made.add(PRUNED, [(0.6, 1.0), (0.1, 0.0)])  # has the value of its best epoch
-    pruned_and_breaks = made.add(PRUNED, [(0.9, 0.0)], breaks=1.0)
+    fast = made.add(PRUNED, [(0.6, 1.0), (0.1, 0.0)])  # has the values of its best epoch
+    dominated = made.add(RUNNING, [(0.4, 3.0), (0.5, 3.0), (1.0, 0.1)])
     diverged = made.add(PRUNED, [(0.9, 0.0), (math.nan, 0.0)], diverged=True)
-    silent = made.add(PRUNED, [])
-    assert made.tpe_order() == [
-        poor,
-        *(accurate, fast, dominated, diverged, early, silent),
-        *(breaks_little, pruned_and_breaks, breaks_much),
-    ]
+    order = made.tpe_order(4)
+    assert set(order[:2]) == {accurate, fast}
+    assert order[2:] == [dominated, poor, diverged]
+    assert early not in order
 
 
-def test_only_copies_of_trials_have_ranks_and_values() -> None:
+def test_tpe_ranks_infeasible_trials_last() -> None:
+    made = Made()
+    poor = made.add(COMPLETE, [(0.2, 9.0)], breaks=-1.0)
+    breaks_much, breaks_little = (made.add(COMPLETE, [(9.0, 0.0)], breaks=much) for much in (2.0, 1e-9))
+    pruned_and_breaks = made.add(PRUNED, [(0.9, 0.0)], breaks=1.0)
+    assert made.tpe_order(4) == [poor, breaks_little, pruned_and_breaks, breaks_much]
+
+
+def test_only_copies_of_trials_have_values() -> None:
     made = whole()
     study = made.sampled()
     shown = study.get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
-    placed = [t for t in shown if RANK_CONSTRAINT in t.system_attrs]
-    assert {t.state for t in placed} == {PRUNED}
-    assert len({t.constraints[RANK_CONSTRAINT.removeprefix("constraints:")] for t in placed}) == len(placed) == 26
     assert shown[0].system_attrs[VALUES] == {"0": [0.0, 0.0], "1": [0.1, 0.0]}
-    assert not any({RANK_CONSTRAINT, VALUES} & set(t.system_attrs) for t in made.study.trials)
-    assert not any(RANK_CONSTRAINT in t.system_attrs for t in study.get_trials(deepcopy=False, states=(COMPLETE,)))
+    assert not any(VALUES in t.system_attrs for t in made.study.trials)
 
 
 def test_the_first_metric_decides_if_only_it_is_known() -> None:
     made = Made()
     numbers = [made.add(PRUNED, [(first, 0.0)]) for first in (0.2, 0.9, 0.5)]
     made.kept.clear()
-    assert made.tpe_order() == [numbers[place] for place in (1, 2, 0)]
+    assert made.tpe_order(2) == [numbers[place] for place in (1, 2, 0)]
 
 
 def test_trials_of_one_metric_are_not_copied() -> None:
