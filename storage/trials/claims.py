@@ -20,12 +20,15 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.rungs.rungs import (
+    NextStep,
     PrunedTrial,
     RungRank,
     Rungs,
     find_next_to_complete,
     find_next_to_promote,
     find_next_to_prune,
+    has_budget_to_continue,
+    plan_last_phase,
     read_rung_rank,
     record_promotion,
     record_rung_value,
@@ -214,10 +217,13 @@ class Claims:
             trial_id = None  # the running trials may not use the whole rest of the budget
         if trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
-            begun = None if may_open else row.running
-            if open_new and room and (waiting := self._next_waiting(connection, self._rungs, running=begun)):
-                trial_id, rung = waiting
-            elif retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=over, why=why):
+            if open_new and room:
+                step = self._plan_next_step(connection, self._rungs, spending, may_start=may_open, running=row.running)
+                may_open = step.can_start
+                trial_id, rung = step.waiting or (None, None)
+            if trial_id is None and (
+                retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=over, why=why)
+            ):
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
@@ -236,19 +242,41 @@ class Claims:
         """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
         return connection.execute(claim_sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
-    def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
-        """Return (id, rung) of the next trial to promote; None if there is no such trial.
+    def _plan_next_step(
+        self, connection: sa.Connection, rungs: Rungs, spending: Spending | None, *, may_start: bool, running: int
+    ) -> NextStep:
+        """Return the next trial to promote, and whether a new trial may start instead.
 
         Args:
             connection: connection whose transaction holds the lock of the study.
             rungs: rungs of the study.
-            running: number of running trials if no new trial can be started, so that a trial may also be promoted to
-                reach `min_complete` complete trials; None otherwise.
+            spending: budgets in epochs and seconds; None if the study has no such budget.
+            may_start: whether the budgets allow a new trial. If not, a trial may also be promoted to reach
+                `min_complete` complete trials.
+            running: number of running trials.
         """
         found = find_next_to_promote(connection, self._study_id)
-        if found is not None or running is None:
-            return found
-        return find_next_to_complete(connection, self._study_id, rungs, running=running)
+        if spending is not None and spending.budget_epochs is not None:
+            budget = {"epochs_left": spending.budget_epochs - spending.epochs, "running": running}
+            rung = None if found is None else found[1]
+            last = plan_last_phase(connection, self._study_id, rungs, rung=rung, **budget)
+            if last is not None:
+                return NextStep(last.waiting, can_start=may_start and last.can_start)
+        if found is None and not may_start:
+            found = find_next_to_complete(connection, self._study_id, rungs, running=running)
+        return NextStep(found, can_start=may_start)
+
+    def _has_budget_to_continue(
+        self, connection: sa.Connection, rungs: Rungs, trial_id: int, rung: int, n_trials: int
+    ) -> bool:
+        """Return whether the budget in epochs allows a promoted trial to continue, instead of better ones."""
+        spending = self._spending(connection)
+        if spending is None or spending.budget_epochs is None:
+            return True
+        row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": n_trials}).one()
+        left = spending.budget_epochs - spending.epochs
+        arguments = {"rung": rung, "epochs_left": left, "running": row.running}
+        return has_budget_to_continue(connection, self._study_id, trial_id, rungs, **arguments)
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
         return None if self._metered_epochs is None else read_spending_in_transaction(connection, self._study_id)
@@ -427,6 +455,10 @@ class Claims:
             at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
             record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
             at = read_rung_rank(connection, claim.trial_id, rung)
+            if at.is_promoted and not self._has_budget_to_continue(
+                connection, rungs, claim.trial_id, rung, study.n_trials
+            ):
+                at = replace(at, is_promoted=False)
             if at.is_promoted:
                 record_promotion(connection, claim.trial_id, rung)
             else:

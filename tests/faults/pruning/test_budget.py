@@ -85,6 +85,35 @@ def test_several_workers_spend_an_epoch_budget_exactly(arena: Arena, undisturbed
     check(arena, undisturbed(20), budget)
 
 
+def test_kills_at_the_end_of_the_default_search_change_no_result(arena: Arena) -> None:
+    """One worker, so that decisions are made in one order: the killed study equals the undisturbed one."""
+    budget = 6 * EPOCHS
+    settings = f"--sampler freeze_thaw --sampler-option n_startup_trials=3 --pruner asha --budget-epochs {budget}"
+    quiet = arena.make_quiet_arena()
+    quiet.create(budget, [], settings=settings)
+    quiet.work(1)
+    expected = read_trials(quiet.storage_url, quiet.name)
+    complete = [trial for trial in expected if trial.state == "COMPLETE"]
+    assert len(complete) >= 3
+    assert sum(len(trial.values) for trial in expected) == budget
+
+    orders = []
+    for trial in complete:  # in the claim of the last attempt, and before and after the report of the last epoch
+        number, last = trial.number, len(trial.attempts)
+        orders += [
+            Order("claim", "kill", trial=number, attempt=last, when="after"),
+            Order("report", "kill", trial=number, attempt=last + 1, epoch=EPOCHS - 1),
+            Order("report", "kill", trial=number, attempt=last + 2, when="after", epoch=EPOCHS - 1),
+        ]
+    arena.create(budget, orders, settings=settings, retries=5)
+    arena.work(1)
+    missed = [order for index, order in enumerate(orders) if not arena.has_obeyed(index)]
+    assert not missed, f"no worker was killed at {missed}"
+    trials = read_trials(arena.storage_url, arena.name)
+    assert [(t.state, t.values, t.value) for t in trials] == [(t.state, t.values, t.value) for t in expected]
+    assert rows(arena, COUNTED) == [(budget, budget)]
+
+
 def test_a_time_budget_ends_a_search_after_the_running_epochs(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(N_TRIALS, [], settings="--budget-seconds 0.001")
     arena.work(2, codes=(-signal.SIGKILL,))

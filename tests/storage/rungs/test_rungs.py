@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, create_spending
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
@@ -188,6 +189,76 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
     assert "only 3 of 6 trials are promoted" in ended[0].reason
 
 
+def test_the_rest_of_a_budget_in_epochs_completes_min_complete_trials(
+    storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=UNBOUNDED_TRIALS)
+    rungs = replace(RUNGS, factor=10, min_complete=2)
+    claims = Claims(engine, study_id, worker="w", retry_seconds=10.0, rungs=rungs, metered_epochs=rungs.max_epochs)
+    with engine.begin() as connection:
+        create_spending(connection, study_id, epochs=10, seconds=None)
+    last = dict[int, int]()
+    order = []
+    while isinstance(claim := claims.claim(), Claim):
+        order.append(claim.number)
+        for epoch in range(last.get(claim.number, -1) + 1, rungs.max_epochs):
+            claims.report(claim, epoch, value := -float(claim.number))
+            last[claim.number] = epoch
+            if epoch == rungs.max_epochs - 1:
+                claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
+            elif (
+                epoch + 1 in rungs.epochs
+                and not claims.report_rung(claim, rungs.epochs.index(epoch + 1), value).is_promoted
+            ):
+                break
+    # Two complete trials need 6 epochs after the first rung, so 4 trials are started with the first 4 epochs.
+    assert order == [0, 1, 2, 3, 0, 0, 1, 1]
+    assert [t.number for t in storage.get_all_trials(study_id) if t.state == TrialState.COMPLETE] == [0, 1]
+
+
+@pytest.mark.parametrize(("workers", "epochs"), [(1, 24), (4, 24), (8, 40), (16, 60), (4, 8), (8, 4), (4, 7)])
+def test_several_workers_complete_trials_with_the_rest_of_a_budget(
+    storage: BaseStorage, study_id: int, engine: sa.Engine, workers: int, epochs: int
+) -> None:
+    budget(storage, study_id, n_trials=UNBOUNDED_TRIALS)
+    rungs = replace(RUNGS, factor=10, min_complete=2)
+    arguments = {"retry_seconds": 10.0, "rungs": rungs, "metered_epochs": rungs.max_epochs}
+    fleet = [Claims(engine, study_id, worker=f"w:{number}", **arguments) for number in range(workers)]
+    with engine.begin() as connection:
+        create_spending(connection, study_id, epochs=epochs, seconds=None)
+    running = dict[int, Claim]()
+    last = dict[int, int]()
+    while True:
+        for place, claims in enumerate(fleet):  # each worker trains an epoch, so that all of them train at once
+            while place not in running and not isinstance(claim := claims.claim(), NoTrialAvailable):
+                if not isinstance(claim, Claim):
+                    continue  # a pruned trial
+                running[place] = claim
+                reached = last.get(claim.number, -1) + 1
+                if reached in rungs.epochs:  # as a worker does when it resumes
+                    assert claims.report_rung(claim, rungs.epochs.index(reached), -float(claim.number)).is_promoted
+        if not running:
+            break
+        for place, claim in list(running.items()):
+            epoch = last.get(claim.number, -1) + 1
+            report = fleet[place].report(claim, epoch, value := -float(claim.number))
+            last[claim.number] = epoch if report.is_counted else epoch - 1
+            if epoch == rungs.max_epochs - 1 and report.is_counted:
+                fleet[place].finish_attempt(claim, Outcome.COMPLETE, value=value)
+                del running[place]
+            elif report.is_counted and epoch + 1 in rungs.epochs:
+                if not fleet[place].report_rung(claim, rungs.epochs.index(epoch + 1), value).is_promoted:
+                    del running[place]
+            elif not report.has_budget:
+                fleet[place].finish_attempt(claim, Outcome.RELEASED, retry=True)
+                del running[place]
+    trials = storage.get_all_trials(study_id)
+    complete = [t.number for t in trials if t.state == TrialState.COMPLETE]
+    assert {t.state for t in trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    assert len(complete) >= min(rungs.min_complete, epochs // rungs.max_epochs)
+    assert sum(len(t.intermediate_values) for t in trials) == epochs
+
+
 def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
@@ -196,7 +267,7 @@ def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseSt
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[0].endswith("rank 2 of 2 at rung 0, only 1 promoted")
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, only rank 1 is promoted")
     assert reasons[1].endswith("rank 1 of 2 at rung 0, timeout reached")
 
 

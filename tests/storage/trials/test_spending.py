@@ -195,9 +195,13 @@ def test_a_time_budget_counts_seconds_between_reports_and_prunes_after_the_epoch
 def test_trials_waiting_at_a_rung_are_pruned_when_the_budget_is_spent(
     spend: Callable[..., None], engine: sa.Engine, study_id: int
 ) -> None:
-    spend(epochs=2)
+    spend(epochs=EPOCHS + 2)
     rungs = Rungs("asha", (1,), EPOCHS, 2, maximize=True)
     claims = Claims(engine, study_id, worker="w", rungs=rungs, metered_epochs=EPOCHS)
+    first = take(claims)  # without a complete trial, the rest of the budget would complete one
+    for epoch in range(EPOCHS):
+        claims.report(first, epoch, 0.3)
+    claims.finish_attempt(first, Outcome.COMPLETE, value=0.3)
     held = [take(claims) for _ in range(2)]
     for claim, value in zip(held, (0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
@@ -205,9 +209,9 @@ def test_trials_waiting_at_a_rung_are_pruned_when_the_budget_is_spent(
     ended = [claims.claim() for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[1].endswith("rank 1 of 2 at rung 0, the budget of 2 epochs was spent")
+    assert reasons[1].endswith(f"rank 1 of 2 at rung 0, the budget of {EPOCHS + 2} epochs was spent")
     assert not any(each.is_out_of_budget for each in ended if isinstance(each, PrunedTrial))
-    assert spent(engine, study_id) == 2
+    assert spent(engine, study_id) == EPOCHS + 2
 
 
 def test_a_study_without_such_a_budget_needs_no_further_query(
