@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -94,7 +94,7 @@ def search(one: Search) -> History:
     if path.exists():
         return History(**json.loads(path.read_text())["history"])
     problem, training = one.case.problem, one.case.training
-    way = make(one.way, problem, one.seed)
+    way = make(one.way, replace(problem, budget_epochs=one.budget), one.seed)
     history = Simulation(way, training, problem.maximize, one.workers, one.budget, one.seed).run()
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,11 @@ class Comparison:
     def regret(self, fraction: float) -> float:
         return self.best - self.mine.at(int(fraction * self.budget))
 
+    @property
+    def final_regret(self) -> float:
+        """Regret of the best trial that reached its last epoch; NaN if there is none."""
+        return math.nan if self.mine.final is None else self.best - self.mine.final
+
     def lead(self, fraction: float) -> float:
         """Return the difference to the baseline's quality, which is positive if the method is better."""
         epochs = int(fraction * self.budget)
@@ -77,13 +83,15 @@ def wins_and_losses(comparisons: list[Comparison], fraction: float) -> str:
 def overall(comparisons: Mapping[str, list[Comparison]]) -> Iterator[str]:
     """Yield a table with a line per method."""
     columns = [f"{what}, {name}" for what in ("ratio", "regret", "wins / losses") for name in FRACTIONS]
-    yield f"| method | {' | '.join(columns)} | trials | full | decisions, s per 1,000 epochs |"
-    yield "|---" * (len(columns) + 4) + "|"
+    columns += ["regret of full trials", "trials", "full", "decisions, s per 1,000 epochs"]
+    yield f"| method | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
     for way, ours in comparisons.items():
         numbers = [
             *(str(ratio(ours, fraction)) for fraction in FRACTIONS.values()),
             *(f"{np.mean([one.regret(fraction) for one in ours]):.2f}" for fraction in FRACTIONS.values()),
             *(wins_and_losses(ours, fraction) for fraction in FRACTIONS.values()),
+            f"{np.mean([one.final_regret for one in ours]):.2f}",
             f"{np.mean([one.mine.trials for one in ours]):.0f}",
             f"{np.mean([one.mine.full for one in ours]):.0f}",
             f"{np.mean([1000 * one.mine.seconds / one.mine.epochs for one in ours]):.1f}",

@@ -26,6 +26,8 @@ class Problem:
         seeds: number of seeds for these.
         epochs: number of epochs of a full trial.
         trials: number of trials that a search may begin.
+        budget_epochs: budget in epochs of a study in Postgres, whose rest completes the best trials; None means
+            that the study has no such budget.
     """
 
     objective: type[BaseObjective]
@@ -35,6 +37,7 @@ class Problem:
     seeds: int = 2
     epochs: int = 27
     trials: int = field(default=NO_END, repr=False)  # curves and surrogates do not depend on it
+    budget_epochs: int | None = field(default=None, repr=False)
 
     @property
     def maximize(self) -> bool:

@@ -78,6 +78,8 @@ class History:
         epochs: total number of epochs.
         trials: number of trials begun.
         full: number of trials that reached the last epoch.
+        final: true value of the full trial with the best reported value; None without a full trial, or with several
+            metrics.
         seconds: CPU time of the decisions.
     """
 
@@ -86,6 +88,7 @@ class History:
     epochs: int = 0
     trials: int = 0
     full: int = 0
+    final: float | None = None
     seconds: float = 0.0
 
     def reached(self, target: float, *, maximize: bool) -> int | None:
@@ -144,7 +147,12 @@ class Simulation:
             else:
                 idle.append(worker)
         self.history.trials = len(self._trials)
-        self.history.full = sum(trial.epochs == len(trial.shown) for trial in self._trials.values())
+        full = [trial for trial in self._trials.values() if trial.epochs == len(trial.shown)]
+        self.history.full = len(full)
+        if full and full[0].shown.ndim == 1:
+            sign = 1 if self.maximize else -1
+            best = max(full, key=lambda trial: float((sign * trial.shown).max()))
+            self.history.final = float(best.true[int((sign * best.shown).argmax())])
         return self.history
 
     def _at_work(self, idle: list[int], jobs: dict[int, Work]) -> Iterator[int]:

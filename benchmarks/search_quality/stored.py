@@ -28,6 +28,7 @@ from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build_url
@@ -62,6 +63,7 @@ class Stored:
             self._storage.delete_study(self._storage.get_study_id_from_name(name))
         settings = {"name": name, "objective": objective.name, "metric": objective.metric, "seed": seed}
         settings |= {"direction": objective.direction, "epochs": problem.epochs, "n_trials": problem.trials}
+        settings |= {"budget_epochs": problem.budget_epochs}
         self._spec = parse_spec({**settings, "sampler": table(sampler), "pruner": table(pruner)})
         optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
@@ -69,8 +71,17 @@ class Stored:
         self._sampled = make_sampler_study_view(study.open())
         self._rungs = make_rungs(self._spec)
         self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
+        is_metered = problem.budget_epochs is not None
+        if is_metered:
+            with self._storage.engine.begin() as connection:
+                create_spending(connection, study.study_id, epochs=problem.budget_epochs, seconds=None)
         self._claims = Claims(
-            self._storage.engine, study.study_id, worker="simulated:0", lease=LEASE, rungs=self._rungs
+            self._storage.engine,
+            study.study_id,
+            worker="simulated:0",
+            lease=LEASE,
+            rungs=self._rungs,
+            metered_epochs=problem.epochs if is_metered else None,
         )
         self._claimed: dict[int, Claim] = {}
         self._values: dict[int, dict[int, float]] = {}

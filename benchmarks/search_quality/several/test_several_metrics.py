@@ -58,7 +58,7 @@ class Watched:
 
 def simulate(sampler: str, *, budget: int = 300, seed: int = 0) -> tuple[Watched, SeveralMetrics]:
     training: Any = Slope()
-    way = Watched(Production(training, sampler, "asha", seed=seed))
+    way = Watched(Production(training, sampler, {"name": "asha", "min_resource": 1}, seed=seed))
     shape: Any = {"higher": training.maximize, "reference": (3.0, 128.0)}
     simulation = SeveralMetrics(way, training, True, 8, budget, seed, **shape)
     simulation.run()
