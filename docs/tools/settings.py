@@ -12,7 +12,7 @@ from docs.tools.command_line import command_of, commands
 from docs.tools.markdown import code, table, words_of
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.reports import report
-from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
+from hpsearch.search.spec.defaults import EXCEPTIONS
 from hpsearch.search.spec.spec import StudySpec, get_option_name
 from hpsearch.search.worker.options import WorkerOptions
 
@@ -30,8 +30,8 @@ def study_settings() -> str:
             continue  # the version, and what `finalists` sets
         flag = get_option_name(key) if option else ""
         default = "the objective's" if key in FROM_THE_OBJECTIVE else _default(field)
-        if key in MULTI_OBJECTIVE_DEFAULTS:
-            default += f"; with `directions` `{MULTI_OBJECTIVE_DEFAULTS[key]}`"
+        if key in EXCEPTIONS:
+            default += f"; {EXCEPTIONS[key]}"
         rows.append((code(flag), f"`{key}`", _allowed(schema, schema["properties"][key]), default, words))
     return table(("flag", "key", "type", "default", "what it does"), rows)
 

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from hpsearch.former_names import RENAMED_VARIABLES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
+from hpsearch.search.spec.defaults import EXCEPTIONS
 from hpsearch.search.spec.kinds import RegisteredOptions
-from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS
 from hpsearch.search.spec.resolve import parse_options
 from hpsearch.search.spec.spec_file import read_spec_file
 from hpsearch.search.worker.options import (
@@ -152,7 +152,7 @@ def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, RegisteredOptions):
         names = ", ".join(sorted(field.default.registry))
-        default = f"{field.default.name}; with --directions {MULTI_OBJECTIVE_DEFAULTS[key]}"
+        default = f"{field.default.name}; {EXCEPTIONS[key]}"
         more = typer.Option(
             f"--{key}-option", metavar="KEY=VALUE", help=f"Setting of the {key}; repeatable", rich_help_panel="Study"
         )

@@ -70,6 +70,7 @@ def extend(
     """Change a study's budget, also while it runs. A finished study is reopened."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import pluralize
+    from hpsearch.search.spec.spec import MAX_TRIALS
 
     study = Study.open(name, **where)
     early_stop = study._stored.early_stop
@@ -83,7 +84,9 @@ def extend(
     if done.old_budget == done.new_budget:
         echo(f"study {name} already has a budget of {done.new_budget:.12g} {done.unit}; {started}")
         return
-    echo(f"study {name}: budget changed from {done.old_budget:.12g} to {done.new_budget:.12g} {done.unit}; {started}")
+    is_unlimited = done.unit == "trials" and done.old_budget == MAX_TRIALS
+    before = "unlimited" if is_unlimited else f"{done.old_budget:.12g}"
+    echo(f"study {name}: budget changed from {before} to {done.new_budget:.12g} {done.unit}; {started}")
     echo(f"running workers use the new budget; start more workers with: {study._stored.resume_command}")
 
 

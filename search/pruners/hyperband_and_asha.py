@@ -109,22 +109,30 @@ def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int
     raise AssertionError("the ticket is less than the sum of the shares")
 
 
+# The default first rung is after this fraction of the epochs: earlier values predict little of the final ranking
+# (benchmarks/search_quality).
+_FIRST_RUNG_DIVISOR = 9
+
+
 class ASHA(PrunerSpec):
-    """Pause trials at rungs, and promote the best (Li et al. 2020).
+    """Pause trials at rungs, promote the best (Li et al. 2020); `min_resource` is by default a ninth of the epochs.
 
     The rungs are after `min_resource * reduction_factor ** k` epochs. A trial that waits at a rung is promoted when its
     best value is among the best 1 / `reduction_factor` of the trials that have reached the rung. Any worker can resume
     the trial from its checkpoint. Trials that are never promoted are pruned at the end of the search. Unlike with
     `successive_halving`, a trial that is poor at a rung can be promoted later. At least `min_complete` trials train to
-    completion, even if the search starts too few trials for as many promotions at each rung.
+    completion, even if the search starts too few trials for as many promotions at each rung. A budget in seconds or a
+    timeout may end the search before.
     """
 
     name: Literal["asha"] = "asha"
-    min_resource: int = Field(default=1, ge=1)
+    min_resource: int | None = Field(default=None, ge=1)
     reduction_factor: int = Field(default=3, ge=2)
     min_complete: int = Field(default=3, ge=1)
 
     def fit_to_epochs(self, epochs: int) -> Self:
+        if self.min_resource is None:
+            return self.model_copy(update={"min_resource": _get_default_first_rung(epochs)})
         if self.min_resource >= max(epochs, 2):  # a single epoch is valid
             raise ValueError(
                 f"pruner.min_resource {self.min_resource} is not below --epochs {epochs}, so no trial would be paused; "
@@ -136,8 +144,13 @@ class ASHA(PrunerSpec):
         return case.keep()  # trials are compared at rungs only, where they are paused
 
     def get_rung_schedule(self, epochs: int) -> RungSchedule | None:
-        reached, rung = [], self.min_resource
+        reached, rung = [], self.min_resource or _get_default_first_rung(epochs)
         while rung < epochs:
             reached.append(rung)
             rung *= self.reduction_factor
         return RungSchedule(tuple(reached), self.reduction_factor, self.min_complete) if reached else None
+
+
+def _get_default_first_rung(epochs: int) -> int:
+    """Return the number of epochs before the first rung, for trials of `epochs` epochs."""
+    return max(1, round(epochs / _FIRST_RUNG_DIVISOR))

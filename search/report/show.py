@@ -17,7 +17,7 @@ from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
 from hpsearch.search.freeze_thaw.forecast import Forecast, can_forecast, format_forecast
 from hpsearch.search.report.trials import find_waiting_reasons
-from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
@@ -202,6 +202,8 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown
         shown = ", ".join(map(str, study.spec.constraint_bounds)) if key == "constraints" else shown
+        if key == "n_trials" and value == MAX_TRIALS and study.spec.has_epoch_or_time_budget:
+            shown = "unlimited"
         console.print(f"{key:>13}  {shown}")
     console.print()
     _print_trials(console, study, every=every)

@@ -11,10 +11,6 @@ from typing import Any, Literal
 
 Direction = Literal["maximize", "minimize"]
 
-# `median` compares a single metric, and with `asha` the sampler `tpe` was worse than random sampling
-# (benchmarks/search_quality).
-MULTI_OBJECTIVE_DEFAULTS = {"sampler": "freeze_thaw", "pruner": "asha"}
-
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")
 _NAMED_BOUND = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")
 _NAMED_DIRECTION = re.compile(r"([^=]+?)\s*=\s*(.*)")

@@ -11,16 +11,19 @@ import yaml
 
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.spec.multi_objective import MULTI_OBJECTIVE_DEFAULTS, parse_constraints, resolve_metrics
+from hpsearch.search.spec.multi_objective import parse_constraints, resolve_metrics
 from hpsearch.search.spec.spec import BUDGETS, KEY_BY_FLAG, MAX_TRIALS, StudySpec, get_option_name, parse_spec
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
     from hpsearch.objectives.objective import BaseObjective
 
 
+_NAMED_KINDS = frozenset({"sampler", "pruner"})
+
+
 def convert_names_to_tables(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, in which a sampler or pruner that is only a name is replaced by ``{"name": NAME}``."""
-    short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
+    short = {key: {"name": settings[key]} for key in _NAMED_KINDS if isinstance(settings.get(key), str)}
     return {**settings, **short}
 
 
@@ -78,7 +81,7 @@ def check_settings(settings: dict[str, Any]) -> None:
     if not settings.get("directions"):
         placeholders |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
     known = dict(settings)
-    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & settings.keys():
+    for key in _NAMED_KINDS & settings.keys():
         if isinstance(given := settings[key], dict):
             if "name" not in given:  # the kind is that of the stored study, or depends on the objective's metrics
                 del known[key]
@@ -105,7 +108,7 @@ def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudyS
         defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
         spec = parse_spec({**defaults, **_cap_n_trials(given), **resolve_metric_settings(given, objective)})
         _check_sampler_and_pruner(spec)  # only here, so that existing studies keep their settings
-        return spec
+        return spec if has_other_budget or "n_trials" in given else _convert_to_epochs(spec)
     before = stored.model_dump()
     merged = {**before, **given}
     if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
@@ -113,7 +116,7 @@ def resolve_spec(given: dict[str, Any], objective: BaseObjective, stored: StudyS
         _require_same(stored, list_differences(before, directions))
         if "metric" not in given:
             del merged["metric"], merged["direction"]
-    for key in MULTI_OBJECTIVE_DEFAULTS.keys() & given.keys():
+    for key in _NAMED_KINDS & given.keys():
         options = given[key]
         if isinstance(options, dict) and options.get("name", before[key]["name"]) == before[key]["name"]:
             merged[key] = {**before[key], **options}
@@ -135,6 +138,16 @@ def _check_sampler_and_pruner(spec: StudySpec) -> None:
         f"--sampler {spec.sampler.name} is not available with --pruner {spec.pruner.name}, because it does not use "
         f"paused trials; use --pruner none, or one of the samplers {names}"
     )
+
+
+def _convert_to_epochs(spec: StudySpec) -> StudySpec:
+    """Return the spec with the default budget in the epochs of `n_trials` full trials, if its pruner pauses trials.
+
+    With such a pruner most trials end after a few epochs, so `n_trials` trials would use a small part of the epochs.
+    """
+    if spec.pruner.get_rung_schedule(spec.epochs) is None:
+        return spec
+    return parse_spec({**spec.model_dump(), "n_trials": MAX_TRIALS, "budget_epochs": spec.n_trials * spec.epochs})
 
 
 def resolve_metric_settings(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:

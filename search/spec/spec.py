@@ -15,12 +15,12 @@ from hpsearch.objectives.loading import normalize_reference
 from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.stopping import Median
+from hpsearch.search.pruners.hyperband_and_asha import ASHA
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.optuna import TPE
+from hpsearch.search.samplers.optuna import FreezeThaw
+from hpsearch.search.spec.defaults import choose_default_names
 from hpsearch.search.spec.kinds import Number, Options, format_validation_error
 from hpsearch.search.spec.multi_objective import (
-    MULTI_OBJECTIVE_DEFAULTS,
     Bound,
     Direction,
     make_bounds,
@@ -148,15 +148,19 @@ class StudySpec(Options):
     constraints: Annotated[dict[str, str] | None, BeforeValidator(parse_constraints)] = Field(
         default=None, description="Bounds on a trial's metrics, such as model_mb<=10,accuracy>=0.9"
     )
-    n_trials: int = Field(ge=1, le=MAX_TRIALS, description="Budget: number of trials")
+    n_trials: int = Field(
+        ge=1,
+        le=MAX_TRIALS,
+        description="Budget: number of trials. Without a given budget, asha has the epochs of as many full trials",
+    )
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
-    sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
+    sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = FreezeThaw()
     warm_start: Annotated[list[str] | None, BeforeValidator(_parse_study_names)] = Field(
         default=None,
         description="Earlier studies in this database, separated by commas, whose trials inform the sampler "
         "freeze_thaw",
     )
-    pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
+    pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = ASHA()
     default_first: bool = Field(default=True, description="Run the objective's default configuration first, if any")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
@@ -256,10 +260,13 @@ class StudySpec(Options):
 
     @property
     def budget_description(self) -> str:
-        """All budgets as text: ``50 trials, 2000 epochs``."""
+        """All budgets as text: ``50 trials, 2000 epochs (100 full trials)``."""
         is_limited = self.n_trials < MAX_TRIALS or not self.has_epoch_or_time_budget
         parts = [f"{self.n_trials} trial{'s' if self.n_trials > 1 else ''}"] if is_limited else []
-        parts += [f"{self.budget_epochs} epochs"] if self.budget_epochs is not None else []
+        if self.budget_epochs is not None:
+            full, rest = divmod(self.budget_epochs, self.epochs)
+            full_trials = "" if rest else f" ({full} full trial{'s' if full > 1 else ''})"
+            parts.append(f"{self.budget_epochs} epochs{full_trials}")
         return ", ".join(parts + ([f"{self.budget_seconds:g} s"] if self.budget_seconds is not None else []))
 
     @property
@@ -274,14 +281,8 @@ class StudySpec(Options):
         if not isinstance(given, dict):
             return given
         given = resolve_metrics(given)
-        names = MULTI_OBJECTIVE_DEFAULTS
-        if not given.get("directions"):
-            names = {key: cls.model_fields[key].default.name for key in names}
+        names = choose_default_names(given)
         kinds = {key: given.get(key, {}) for key in names}
-        chosen = kinds["sampler"]
-        sampler = SamplerSpec.registry.get(str(chosen.get("name"))) if isinstance(chosen, dict) else type(chosen)
-        if names["pruner"] == "asha" and not getattr(sampler, "can_use_paused_trials", True):
-            names = {**names, "pruner": "none"}
         return {**given, **{key: {"name": names[key], **kinds[key]} for key in names if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.study_pruner import make_rungs
-from hpsearch.search.spec.spec import get_option_name, parse_stored_spec
+from hpsearch.search.spec.spec import MAX_TRIALS, get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
@@ -133,6 +133,14 @@ def extend_study(
                 "extend another budget, or create a new study"
             )
         number = float(more) if "." in more else int(more)
+        if setting == "n_trials" and before == MAX_TRIALS and more.startswith("+"):
+            other = "budget_epochs" if spec.get("budget_epochs") is not None else "budget_seconds"
+            per_trial = spec["epochs"] if other == "budget_epochs" else None
+            epochs = f"; {number} full trials have {number * per_trial} epochs" if per_trial else ""
+            raise SearchError(
+                f"--trials {more}: study {study.spec.name!r} has a budget in {_UNITS[other]}, and no limit of trials; "
+                f"use {get_option_name(other)} +N instead{epochs}"
+            )
         after = before + number if more.startswith("+") else number
         if setting == "n_trials" and after <= started:
             raise SearchError(

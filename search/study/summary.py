@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import make_rungs
-from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.ranking import find_pareto_front, is_feasible
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
@@ -86,7 +86,7 @@ class Summary:
     front: tuple[FrozenTrial, ...] = field(repr=False)  # in a single-objective study, the best trial
     out_of_bounds: int  # COMPLETE trials that violate a constraint
     epochs_run: int
-    epochs_saved: int
+    epochs_saved: int  # 0 without a limit of trials
     untracked: int  # trials that are not completely in MLflow
     seconds_saved: float  # estimated from each pruned trial's own time per epoch
 
@@ -115,7 +115,8 @@ def summarise(study: StoredStudy) -> Summary:
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
     seconds = compute_run_seconds(study, pruned)
     saved_epochs, saved_seconds = 0, 0.0
-    for trial in pruned:
+    # Without a limit of trials, pruned trials leave their epochs to others.
+    for trial in pruned if study.spec.n_trials < MAX_TRIALS else ():
         done = len(trial.intermediate_values)
         if done and trial._trial_id in seconds:
             left = study.spec.epochs - done

@@ -28,7 +28,8 @@ def search(cli: Cli) -> Search:
     name = "end.to.end"  # contains characters that MLflow rejects in the name of a model
     output = cli(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
-        *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),
+        *("--sampler", "tpe", "--sampler-option", "n_startup_trials=4"),
+        *("--pruner", "median", "--pruner-option", "n_startup_trials=3"),
         *("--pruner-option", "n_warmup_steps=1", "--top-models", str(TOP_MODELS)),
     )
     study = cli.study(name)

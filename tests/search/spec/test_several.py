@@ -31,7 +31,7 @@ def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
 def test_one_direction_means_one_metric() -> None:
     made = spec(directions={"loss": "minimize"})
     assert (made.metric, made.direction, made.directions, made.is_multi_objective) == ("loss", "minimize", None, False)
-    assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
+    assert (made.sampler.name, made.pruner.name) == ("freeze_thaw", "asha")
 
 
 def test_options_without_a_name_apply_to_the_default() -> None:
@@ -39,11 +39,10 @@ def test_options_without_a_name_apply_to_the_default() -> None:
     made = spec(directions=WAYS, **options)
     assert made.sampler.model_dump().items() >= {"name": "freeze_thaw", "n_startup_trials": 5}.items()
     assert made.pruner.model_dump().items() >= {"name": "asha", "min_resource": 3}.items()
-    made = spec(directions={"loss": "minimize"}, sampler=options["sampler"], pruner={"n_warmup_steps": 3})
+    short = {"directions": {"loss": "minimize"}, "epochs": 3}
+    made = spec(**short, sampler=options["sampler"], pruner={"n_warmup_steps": 3})
     assert made.sampler.model_dump().items() >= {"name": "tpe", "n_startup_trials": 5}.items()
     assert made.pruner.model_dump().items() >= {"name": "median", "n_warmup_steps": 3}.items()
-    made = spec(directions={}, metric="loss", direction="minimize")
-    assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
     other = spec(directions=WAYS, sampler={"name": "tpe"}, pruner={"name": "none"})
     assert (other.sampler.name, other.pruner.name) == ("tpe", "none")
 

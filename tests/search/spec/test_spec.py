@@ -18,17 +18,40 @@ from tests.factories import BASE
 
 
 def test_defaults_are_stored() -> None:
-    dumped = parse_spec(BASE).model_dump()
+    dumped = parse_spec(BASE | {"epochs": 27}).model_dump()
     assert dumped["version"] == 1
-    assert dumped["sampler"]["n_startup_trials"] == 10
-    assert dumped["pruner"] == {
-        "name": "median",
-        "n_startup_trials": 5,
-        "n_warmup_steps": 2,
-        "interval_steps": 1,
-        "n_min_trials": 1,
-    }
-    assert parse_spec(dumped) == parse_spec(BASE)
+    assert dumped["sampler"] == {"name": "freeze_thaw", "n_startup_trials": 10, "random_fraction": 0.3}
+    assert dumped["pruner"] == {"name": "asha", "min_resource": 3, "reduction_factor": 3, "min_complete": 3}
+    assert parse_spec(dumped) == parse_spec(BASE | {"epochs": 27})
+
+
+@pytest.mark.parametrize(
+    ("epochs", "sampler", "pruner", "expected"),
+    [
+        (4, None, None, ("freeze_thaw", "asha")),
+        (3, None, None, ("tpe", "median")),
+        (20, "tpe", None, ("tpe", "asha")),
+        (20, "gp", None, ("gp", "asha")),
+        (20, "cmaes", None, ("cmaes", "median")),
+        (20, None, "none", ("freeze_thaw", "none")),
+        (20, "brute_force", None, ("brute_force", "median")),
+        (20, None, "median", ("freeze_thaw", "median")),
+        (2, "random", None, ("random", "median")),
+    ],
+)
+def test_default_sampler_and_pruner(
+    epochs: int, sampler: str | None, pruner: str | None, expected: tuple[str, str]
+) -> None:
+    chosen = {key: {"name": name} for key, name in (("sampler", sampler), ("pruner", pruner)) if name}
+    spec = parse_spec(BASE | {"epochs": epochs} | chosen)
+    assert (spec.sampler.name, spec.pruner.name) == expected
+
+
+@pytest.mark.parametrize(("epochs", "first"), [(4, 1), (13, 1), (14, 2), (27, 3), (52, 6), (100, 11)])
+def test_the_first_rung_of_asha_is_after_a_ninth_of_the_epochs(epochs: int, first: int) -> None:
+    schedule = parse_spec(BASE | {"epochs": epochs}).pruner.get_rung_schedule(epochs)
+    assert schedule is not None
+    assert schedule.epochs[0] == first
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,10 @@ def test_finalists_cannot_be_or_have_earlier_studies(storage, objective):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--warm-start", "a"], "--warm-start is not available with the sampler tpe; use --sampler freeze_thaw"),
+        (
+            ["--sampler", "tpe", "--warm-start", "a"],
+            "--warm-start is not available with the sampler tpe; use --sampler freeze_thaw",
+        ),
         (["--sampler", "gp", "--warm-start", "a"], "--warm-start is not available with the sampler gp"),
         (["--sampler", "freeze_thaw", "--warm-start", "a,a"], "--warm-start names a twice"),
         (["--sampler", "freeze_thaw", "--warm-start", "a,"], "'' cannot be the name of a study"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import optuna
 import pytest
 
@@ -11,7 +14,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.resolve import resolve_spec
-from hpsearch.search.spec.spec import MAX_TRIALS
+from hpsearch.search.spec.spec import MAX_TRIALS, parse_stored_spec
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -22,6 +25,8 @@ from hpsearch.storage.trials.claims import Claims, PrunedTrial
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
+
+METRICS = {"accuracy": "maximize", "parameters": "minimize"}
 
 
 @pytest.fixture
@@ -58,6 +63,8 @@ def test_the_spent_budget_is_printed_in_its_unit(
     shown = say("show", "s")
     assert "study s: 1 trial, 2 of 2 epochs (0 complete, 1 pruned" in shown
     assert "the budget of 2 epochs was spent" in shown
+    assert re.search(r"n_trials +unlimited", shown)
+    assert "pruning saved" not in shown, "other trials use the epochs of pruned trials"
     assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
     standing = read_status(load_study(storage, "s"))
     assert standing.progress.summary == "1 trial, 2/2 epochs"
@@ -80,6 +87,7 @@ def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, sto
     assert stored.spending is not None
     assert stored.spending.budget_epochs == 5
     assert "s already has a budget of 5 epochs" in say("extend", "s", "--budget-epochs", "5")
+    assert "study s: budget changed from unlimited to 7 trials" in say("extend", "s", "--trials", "7")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,7 @@ def test_a_study_continues_with_an_extended_budget(say: Say, claims: Claims, sto
         (["--budget-epochs", "0"], ["--budget-epochs"]),
         (["--budget-epochs", "nan"], ["--budget-epochs 'nan'", "+N"]),
         (["--budget-seconds", "+5"], ["--budget-seconds", "without a budget in seconds"]),
+        (["--trials", "+5"], ["no limit of trials", "--budget-epochs +N"]),
         (["--budget-epochs", "+5", "--trials", "+5"], ["exactly one budget"]),
         ([], ["exactly one budget"]),
     ],
@@ -110,10 +119,48 @@ def test_a_budget_in_epochs_or_seconds_has_no_default_limit_of_trials() -> None:
     digits = load_objective("digits")
     of_epochs = resolve_spec({"objective": "digits", "budget_epochs": 100}, digits)
     assert of_epochs.n_trials == MAX_TRIALS
-    assert of_epochs.budget_description == "100 epochs"
+    assert of_epochs.budget_description == "100 epochs (5 full trials)"
     both = resolve_spec({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5
     assert both.budget_description == "5 trials, 60 s"
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds", "n_trials", "budget_epochs"),
+    [
+        ({}, ("freeze_thaw", "asha"), MAX_TRIALS, 24 * 20),
+        ({"epochs": 4}, ("freeze_thaw", "asha"), MAX_TRIALS, 24 * 4),
+        ({"epochs": 3}, ("tpe", "median"), 24, None),
+        ({"directions": METRICS}, ("freeze_thaw", "asha"), MAX_TRIALS, 480),
+        ({"sampler": {"name": "random"}}, ("random", "asha"), MAX_TRIALS, 480),
+        ({"sampler": {"name": "cmaes"}}, ("cmaes", "median"), 24, None),
+        ({"sampler": {"name": "nsga2", "population_size": 8}}, ("nsga2", "median"), 24, None),
+        ({"sampler": {"name": "nsga2", "population_size": 8}, "directions": METRICS}, ("nsga2", "none"), 24, None),
+        ({"sampler": {"name": "grid", "search_space": {"weight_decay": [0.1, 0.2]}}}, ("grid", "median"), 2, None),
+        ({"pruner": {"name": "none"}}, ("freeze_thaw", "none"), 24, None),
+        ({"pruner": {"name": "median"}}, ("freeze_thaw", "median"), 24, None),
+        ({"n_trials": 5}, ("freeze_thaw", "asha"), 5, None),
+        ({"budget_epochs": 100}, ("freeze_thaw", "asha"), MAX_TRIALS, 100),
+        ({"budget_seconds": 60}, ("freeze_thaw", "asha"), MAX_TRIALS, None),
+    ],
+)
+def test_defaults_of_a_new_study(
+    given: dict[str, Any], kinds: tuple[str, str], n_trials: int, budget_epochs: int | None
+) -> None:
+    """The objective `digits` has 24 trials of 20 epochs."""
+    spec = resolve_spec({"objective": "digits", **given}, load_objective("digits"))
+    assert (spec.sampler.name, spec.pruner.name) == kinds
+    assert (spec.n_trials, spec.budget_epochs) == (n_trials, budget_epochs)
+
+
+def test_a_stored_study_keeps_its_sampler_pruner_and_budget() -> None:
+    """Studies of earlier versions have `tpe` and `median`, or `asha` with the first rung after the first epoch."""
+    digits = load_objective("digits")
+    for pruner in ({"name": "median"}, {"name": "asha", "min_resource": 1}):
+        given = {"objective": "digits", "sampler": {"name": "tpe"}, "pruner": pruner, "n_trials": 24}
+        values = resolve_spec(given, digits).model_dump()
+        stored = parse_stored_spec(values)
+        assert resolve_spec({"objective": "digits"}, digits, stored).model_dump() == values
 
 
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:

@@ -33,7 +33,7 @@ from tests.search.study.steering.support import Say, take
 @pytest.fixture
 def study(storage: PostgresStorage) -> optuna.Study:
     study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
-    spec = spec_of(name="asha", reduction_factor=2, min_complete=1)
+    spec = spec_of(name="asha", min_resource=1, reduction_factor=2, min_complete=1)
     storage.set_study_user_attr(study._study_id, SPEC, {**spec.model_dump(), "n_trials": 4})
     return study
 
