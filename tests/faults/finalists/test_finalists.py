@@ -161,7 +161,7 @@ def test_the_command_finalists_starts_its_own_workers(arena: Arena, study: Store
     found = table(study)
     assert (found.pending, len(found.rows)) == (0, 1)
     assert f"winner: trial {found.winner}, val accuracy" in said
-    assert "with one seed the standard deviation is unknown" in said
+    assert "no prediction interval: with one seed, the standard deviation is unknown" in said
 
 
 @pytest.mark.parametrize("study", [2], indirect=True)
