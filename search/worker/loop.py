@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from datetime import datetime
 
 import optuna
 
@@ -98,17 +99,24 @@ class Worker:
     def _should_give_up(self, last: TrialEnd) -> bool:
         """Return whether, across all workers, several trials failed and none finished."""
         failed = self._count_failed() - (self._failed_before or 0)
-        if failed < MAX_FAILURES or self._has_finished_trial():
+        if failed < MAX_FAILURES or self._has_better_trial():
             return False
-        log.error("giving up: %d trials failed, and no trial has finished; last error: %s", failed, last.reason)
+        log.error("giving up: %d trials failed, and no trial came further; last error: %s", failed, last.reason)
         return True
 
     def _count_failed(self) -> int:
         return sum(t.state == optuna.trial.TrialState.FAIL for t in self._context.study.trials())
 
-    def _has_finished_trial(self) -> bool:
+    def _has_better_trial(self) -> bool:
+        """Return whether a trial has finished, or has paused after more epochs than one of the last failed trials."""
         finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        return any(t.state in finished or RUNG in t.user_attrs for t in self._context.study.trials())
+        trials = self._context.study.trials()
+        failed = [t for t in trials if t.state == optuna.trial.TrialState.FAIL]
+        last = sorted(failed, key=lambda t: t.datetime_complete or datetime.min)[-MAX_FAILURES:]
+        reached = min((len(t.intermediate_values) for t in last), default=0)
+        return any(
+            t.state in finished or (RUNG in t.user_attrs and len(t.intermediate_values) > reached) for t in trials
+        )
 
     def _is_idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())

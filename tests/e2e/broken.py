@@ -30,7 +30,11 @@ class Broken(Objective):
             raise KeyError("no such layer [1, 2] [/red]")
         if how == "exit" and "HPSEARCH_FLEET_PID" in os.environ:
             sys.exit(3)
-        return nn.Sequential(nn.Linear(13, 3), Exploding())
+        return nn.Sequential(nn.Linear(13, 3), *([] if how == "after a rung" else [Exploding()]))
+
+    def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:
+        if epoch == 2 and os.environ["BREAK"] == "after a rung" and "HPSEARCH_FLEET_PID" in os.environ:
+            raise KeyError("no such epoch")
 
 
 class Exploding(nn.Module):

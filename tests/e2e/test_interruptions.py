@@ -170,6 +170,16 @@ def test_a_mistake_is_reported_before_the_study_is_created(cli: Cli) -> None:
     assert "no study 'mistake'" in cli("show", "mistake", code=2)
 
 
+def test_a_bug_after_a_rung_ends_the_run_before_the_budget_is_spent(cli: Cli) -> None:
+    """Trials pause at the rung, but each one that continues fails."""
+    asha = ("--pruner", "asha", "--pruner-option", "min_resource=1", "--epochs", "9", "--trials", "24")
+    output = cli("run", BROKEN, "--name", "late-bug", "--workers", "1", *asha, code=1, BREAK="after a rung")
+    assert "no such epoch" in output
+    states = [t.state for t in cli.study("late-bug").trials]
+    assert states.count(TrialState.FAIL) == 3
+    assert TrialState.COMPLETE not in states
+
+
 def test_a_bug_ends_the_run_before_the_budget_is_spent(cli: Cli) -> None:
     output = cli("run", BROKEN, "--name", "bug", "--workers", "2", code=1, BREAK="in workers")
     assert "Traceback" not in output
