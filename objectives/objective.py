@@ -190,6 +190,7 @@ class Objective(BaseObjective):
         loss_floor: the loss that a perfectly fitted batch approaches, for the smoke test; None if unknown, for example
             for the ELBO of a VAE.
         latency_batch: number of samples in the forward pass that `latency_ms` measures.
+        ignored_leaks: signs of leakage that are intended: `shared_samples`, `target_in_features`.
 
     Example:
         >>> class Wine(Objective):
@@ -204,6 +205,7 @@ class Objective(BaseObjective):
 
     loss_floor: ClassVar[float | None] = 0.0
     latency_batch: ClassVar[int] = 1
+    ignored_leaks: ClassVar[Collection[str]] = ()
 
     @abstractmethod
     def suggest(self, trial: TrialProtocol) -> TrainConfig:

@@ -27,6 +27,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
     FOLDER_NAME,
+    LEAKS,
     PARENT_TRIAL,
     REMOVED_BY,
     RESTORED,
@@ -85,7 +86,7 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     return parse_spec({**searched.model_dump(), **own})
 
 
-_SHARED = (SOURCE_SHA256, RESTORED, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL)  # attributes as in the search
+_SHARED = (SOURCE_SHA256, LEAKS, RESTORED, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL)  # attributes as in the search
 
 
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import sort_best_first
 from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import LEAKS
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 _MIN_SHOWN_BIAS = 5e-5  # a smaller bias is 0.0000 in four digits
@@ -18,13 +19,19 @@ _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # words that dif
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
-    """Return lines about the finalists and the test evaluation of a study; empty if the study has neither."""
+    """Return lines about leaks in the data, the finalists and the test evaluation; empty if there are none."""
     effective, newest = read_finalists(study), find_newest_set(study)
-    lines = [] if effective is None else format_finalists(study, effective)
+    lines = format_leaks(study)
+    lines += [] if effective is None else format_finalists(study, effective)
     if effective is not None and newest is not None and newest.spec.name != effective.study:
         lines.append(f"new set, {newest.spec.name}: {format_finalists(study, tabulate_finalists(study, newest))[0]}")
     evaluation = read_test_evaluation(study.engine, study.study_id)
     return lines if evaluation is None else [*lines, format_test_result(study, evaluation, effective)]
+
+
+def format_leaks(study: StoredStudy) -> list[str]:
+    """Return a warning for each sign of leakage that was found when the study was created."""
+    return [f"warning: {leak}" for leak in study.attrs.get(LEAKS, {}).values()]
 
 
 def compute_optimism(study: StoredStudy, row: FinalistRow) -> float | None:

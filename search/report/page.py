@@ -47,7 +47,7 @@ from hpsearch.search.study.device_summary import format_devices, summarize_devic
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise
-from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE_TEST
+from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -137,6 +137,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         mlflow_url=find_link(study.attrs.get(RUN_URL)),
         dashboard_url=get_study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE_TEST),
+        leaks=list(study.attrs.get(LEAKS, {}).values()),
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

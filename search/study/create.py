@@ -33,10 +33,10 @@ from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
-from hpsearch.search.study.preflight import check_objective_code, name_setting_of_metric
+from hpsearch.search.study.preflight import check_objective_code, find_data_leaks, name_setting_of_metric
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.search.study.trust import read_code
-from hpsearch.storage.attributes import FOLDER_NAME, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.attributes import FOLDER_NAME, LEAKS, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
@@ -205,6 +205,7 @@ def _create(
     warm_start, trials = make_warm_start_attrs(storage, spec, objective), _make_first_trials(spec, objective, enqueued)
     folder, release = f"{spec.name}-{secrets.token_hex(8)}", version("hpsearch")
     attrs = {SOURCE_SHA256: source_hash(objective), FOLDER_NAME: folder, VERSION: release, SPEC: spec.model_dump()}
+    attrs[LEAKS] = find_data_leaks(objective, spec)
 
     def write_budget_and_warm_start(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:

@@ -12,10 +12,12 @@ import optuna
 import torch
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import MetricError, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, wrap_user_errors
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.data.leakage import KINDS, find_leaks
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -59,6 +61,21 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
         build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
 
 
+def find_data_leaks(objective: BaseObjective, spec: StudySpec) -> dict[str, str]:
+    """Return the signs of leakage in the objective's data, by kind, except those that the objective ignores.
+
+    Raises:
+        ObjectiveError: all samples of a split are in another split, or `ignored_leaks` has an unknown kind.
+    """
+    if not isinstance(objective, Objective):
+        return {}
+    if unknown := sorted(set(objective.ignored_leaks) - set(KINDS)):
+        owner = type(objective).__name__
+        raise ObjectiveError(f"{owner}.ignored_leaks has {unknown[0]!r}; choose from {', '.join(KINDS)}")
+    leaks = find_leaks(prepare_splits(objective, spec.seed)[0])
+    return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}
+
+
 def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     """Return a configuration that the sampler could suggest.
 
@@ -91,7 +108,7 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
                 for file in sorted(Path(folder).iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)
         study.set_attr(SMOKE_TEST, outcome)
-    if outcome.startswith("passed"):
+    if not outcome.startswith("failed"):
         return None
     again = format_command("smoke", study.spec.objective)
     return f"warning: smoke test of a random configuration {outcome}; test the default configuration with {again}"
@@ -101,4 +118,4 @@ def _format_result(result: SmokeResult) -> str:
     if result.passed:
         losses = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}"
         return f"passed: one batch of {result.samples} samples fitted, {losses}"
-    return f"failed: {result.reason}"
+    return f"{'undecided' if result.is_undecided else 'failed'}: {result.reason}"

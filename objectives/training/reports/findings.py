@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import tensors
+from hpsearch.objectives.training.data.leakage import find_leaks
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.loop.run import Run
@@ -31,15 +27,10 @@ _EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a su
 
 
 def describe_leakage(run: Run, result: FitResult) -> list[str]:
-    """List signs of leakage: inputs in both splits, or a validation loss that equals the training loss."""
+    """List signs of leakage: those of `find_leaks`, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
         return ["A refit trains on the validation samples too, so their metrics do not estimate the test metrics."]
-    found = []
-    if shared := count_shared_inputs(run.splits.train, run.splits.val):
-        found.append(
-            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, bit for bit: "
-            "split by group, or remove the duplicates"
-        )
+    found = [f"- {leak}" for leak in find_leaks(run.splits).values()]
     if is_same_curve(
         [record.metrics["train_loss"] for record in result.history],
         [record.metrics["val_loss"] for record in result.history],
@@ -56,23 +47,6 @@ def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:
     if len(train) < 3 or not train[-1] < 0.9 * train[0]:
         return False
     return all(abs(b - a) <= _LOSS_TOLERANCE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
-
-
-def count_shared_inputs(train: Dataset, other: Dataset) -> int:
-    """Return the number of inputs of `other` that are also in `train`; 0 for data that are not in memory."""
-    if not train.in_memory:
-        return 0
-    seen = set(_digests(train))
-    return sum(digest in seen for digest in _digests(other))
-
-
-def _digests(data: Dataset) -> list[bytes]:
-    parts = [
-        tensor.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
-        for _, tensor in tensors(data.x)
-    ]
-    rows = (b"".join(row.tobytes() for row in sample) for sample in zip(*parts, strict=True))
-    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def list_instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:

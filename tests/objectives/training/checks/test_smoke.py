@@ -87,9 +87,22 @@ def test_a_mistake_in_the_objective_is_reported(objective_with):
         run_smoke_test(objective_with(model=lambda *_: nn.Flatten()))
 
 
-def test_a_smoke_test_that_runs_out_of_time_fails_with_that_reason(objective_with):
-    result = run_smoke_test(objective_with(model=_cut), seconds=0.0)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_noisy_loss_does_not_hide_a_dead_output(objective_with, seed):
+    """The noise alone lowers the loss by more than a tenth in some steps."""
+
+    class Noisy(nn.Module):
+        def forward(self, output, target):
+            return (0 * output.sum(1) + 1 + torch.randn(len(target)).abs()).mean()
+
+    result = run_smoke_test(objective_with(loss=lambda *_: Noisy(), loss_floor=None), seed=seed, steps=50)
     assert not result.passed
+    assert result.losses[-1] == pytest.approx(result.losses[0])
+
+
+def test_a_smoke_test_that_runs_out_of_time_is_undecided(objective_with):
+    result = run_smoke_test(objective_with(model=_cut), seconds=0.0)
+    assert (result.passed, result.is_undecided) == (False, True)
     assert len(result.losses) == 25, "a look after the first steps, and no other rate"
     assert "after 25 steps (time limit), not below 0.01" in result.reason
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
-from hpsearch.objectives.training.reports.findings import count_shared_inputs, is_same_curve, list_instabilities
+from hpsearch.objectives.training.data.leakage import count_shared_inputs
+from hpsearch.objectives.training.reports.findings import is_same_curve, list_instabilities
 from tests.objectives.training.support import Memory, built, fit
 
 
@@ -111,7 +112,7 @@ def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
         return Splits(splits.train, Dataset(*copied), splits.test)
 
     _, text = _report(objective_with(data=data), tmp_path)
-    assert "- 5 of 41 validation inputs are also training inputs" in _section(text, "Possible leakage")
+    assert "- 5 of 41 validation inputs are also train inputs" in _section(text, "Possible leakage")
     _, clean = _report(wine, tmp_path / "clean")
     assert _section(clean, "Possible leakage") == "None found."
 

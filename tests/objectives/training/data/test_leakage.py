@@ -1,0 +1,115 @@
+"""Signs of leakage in the content of splits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpsearch import Dataset, ObjectiveError, Splits, load_objective
+from hpsearch.objectives.loading import BUILTIN
+from hpsearch.objectives.training.data.leakage import find_leaks
+
+
+def make_splits(n: int = 60, *, features: int = 3, seed: int = 0) -> Splits:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(3 * n, features, generator=generator), torch.randint(0, 3, (3 * n,), generator=generator)
+    return Splits(*(Dataset(x[part], y[part]) for part in torch.arange(3 * n).chunk(3)))
+
+
+def join(one: Dataset, other: Dataset) -> Dataset:
+    return Dataset(torch.cat([one.x, other.x]), torch.cat([one.y, other.y]))
+
+
+def test_different_samples_have_no_leak() -> None:
+    assert find_leaks(make_splits()) == {}
+
+
+def test_one_of_many_samples_may_be_shared() -> None:
+    splits = make_splits(200)
+    assert find_leaks(Splits(splits.train, join(splits.val, splits.train.take(torch.arange(1))), splits.test)) == {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("train val val", "all 60 test samples are also validation samples, so their score is meaningless"),
+        ("train train test", "all 60 validation samples are also train samples"),
+        ("all val test", "all 60 validation samples are also train samples"),
+    ],
+)
+def test_a_split_inside_another_is_rejected(parts: str, message: str) -> None:
+    splits = make_splits()
+    by_name = {**vars(splits), "all": join(join(splits.train, splits.val), splits.test)}
+    with pytest.raises(ObjectiveError, match=message):
+        find_leaks(Splits(*(by_name[name] for name in parts.split())))
+
+
+def test_shared_samples_are_counted_for_each_pair_of_splits() -> None:
+    splits = make_splits()
+    some = splits.train.take(torch.arange(5))
+    leaks = find_leaks(Splits(splits.train, join(splits.val, some), join(splits.test, some.take(torch.arange(2)))))
+    assert leaks["shared_samples"] == (
+        "5 of 65 validation inputs are also train inputs, 2 of 62 test inputs are also train inputs, "
+        "2 of 62 test inputs are also validation inputs: split by groups, or remove the duplicates"
+    )
+
+
+def test_samples_with_few_features_may_be_equal() -> None:
+    torch.manual_seed(0)
+    parts = (Dataset(torch.randint(0, 2, (60, 3)).float(), part.y) for _, part in make_splits().parts())
+    assert find_leaks(Splits(*parts)) == {}
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [lambda y: y.float(), lambda y: 7.0 - 2 * y, lambda y: torch.tensor([5.0, -1.0, 3.0])[y]],
+    ids=["equal", "scaled", "recoded"],
+)
+def test_a_copy_of_the_class_among_the_features_is_found(copy: object) -> None:
+    splits = make_splits()
+    parts = (Dataset(torch.column_stack([part.x, copy(part.y)]), part.y) for _, part in splits.parts())
+    assert find_leaks(Splits(*parts)) == {
+        "target_in_features": "feature 3 of the inputs determines the target; remove it from x"
+    }
+
+
+def make_regression(noise: float) -> Splits:
+    def with_target(part: Dataset) -> Dataset:
+        y = part.x @ torch.tensor([1.0, -2.0, 0.5]) + 4
+        return Dataset(torch.column_stack([3 - 0.1 * y + noise * torch.randn(len(y)), part.x]), y)
+
+    torch.manual_seed(0)
+    return Splits(*(with_target(part) for _, part in make_splits().parts()))
+
+
+def test_a_copy_of_a_numeric_target_is_found_but_no_good_predictor() -> None:
+    assert "feature 0" in find_leaks(make_regression(0.0))["target_in_features"]
+    assert find_leaks(make_regression(0.01)) == {}
+
+
+def test_binary_features_that_predict_well_are_no_leak() -> None:
+    y = torch.arange(40) % 2
+    x = y.float().clone()
+    x[:2] = 1 - x[:2]
+    parts = [Dataset(torch.column_stack([x + offset, torch.arange(40.0) + offset]), y) for offset in (0.0, 0.5, 0.25)]
+    assert find_leaks(Splits(*parts)) == {}
+
+
+@pytest.mark.parametrize(
+    "y",
+    [torch.zeros(60, dtype=torch.int64), torch.zeros(60), torch.randn(60, 2), {"a": torch.randn(60)}],
+    ids=["class", "value", "two", "tree"],
+)
+def test_other_targets_have_no_leak(y: Tensor) -> None:
+    parts = [Dataset(part.x, y) for _, part in make_splits().parts()]
+    assert find_leaks(Splits(*parts)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_built_in_objectives_have_no_leak(name: str) -> None:
+    objective = load_objective(name)
+    if not hasattr(objective, "data"):
+        pytest.skip("it has a custom loop")
+    assert find_leaks(objective.data(0)) == {}

@@ -1,0 +1,67 @@
+"""Signs of leakage in the data are found before the study exists, and shown until the objective ignores them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpsearch.objectives.template import write_template
+from hpsearch.search.cli import run_command
+
+DUPLICATE = """
+
+class Leaking(Wine):
+    def data(self, seed):
+        splits = super().data(seed)
+        some = splits.train.take(torch.arange(3))
+        val = Dataset(torch.cat([splits.val.x, some.x]), torch.cat([splits.val.y, some.y]))
+        return Splits(splits.train, {val}, {test})
+"""
+
+
+@pytest.fixture
+def leaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+    path = tmp_path / "wine.py"
+    write_template(path)
+    return path
+
+
+def run(path: Path, val: str, test: str, more: str = "") -> int:
+    imports = "import torch\nfrom hpsearch import Dataset\n"
+    path.write_text(path.read_text() + "\n" + imports + DUPLICATE.format(val=val, test=test) + more)
+    return run_command(
+        ["run", f"{path}:Leaking", "--name", "s", "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
+    )
+
+
+def test_a_split_that_is_used_twice_is_rejected_before_the_study_exists(
+    leaking: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = "Dataset(splits.val.x, splits.val.y)"
+    assert run(leaking, same, same) == 2
+    assert "all 36 test samples are also validation samples" in capsys.readouterr().err
+    assert run_command(["show", "s"]) == 2
+    assert "no study 's'" in capsys.readouterr().err
+
+
+def test_shared_samples_are_shown(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(leaking, "val", "splits.test")
+    capsys.readouterr()
+    assert run_command(["show", "s"]) == 0
+    assert "warning: 3 of 39 validation inputs are also train inputs: split by groups" in capsys.readouterr().out
+
+
+def test_ignored_leaks_are_not_shown(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(leaking, "val", "splits.test", '    ignored_leaks = {"shared_samples"}\n')
+    capsys.readouterr()
+    assert run_command(["show", "s"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_unknown_kinds_of_leaks_are_rejected(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(leaking, "val", "splits.test", '    ignored_leaks = {"x"}\n') == 2
+    assert "Leaking.ignored_leaks has 'x'; choose from shared_samples, target_in_features" in capsys.readouterr().err
