@@ -29,6 +29,7 @@ class RunningMetrics:
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
         self._rows = self._bytes = 0
+        self._has_outputs = False  # metrics cannot be computed without outputs
         self._measured: RunningMeans | None = None  # metrics that the steps return
         with torch.inference_mode():
             metrics.reset()
@@ -40,6 +41,7 @@ class RunningMetrics:
             self._measured.add(step, size)
         if step.outputs is None or not size:
             return
+        self._has_outputs = True
         outputs = detach_outputs(step.outputs)
         if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors can be concatenated
             self._update(outputs, step.targets)
@@ -58,6 +60,8 @@ class RunningMetrics:
         self._flush()
         measured = {} if self._measured is None else self._measured.compute(self._ranks)
         measured.pop("loss", None)
+        if not self._has_outputs and self._ranks.is_single_process:  # another rank may have outputs
+            return measured
         with torch.inference_mode():
             return {**measured, **self._metrics.compute()}
 
@@ -72,6 +76,7 @@ class RunningMetrics:
             "targets": list(self._targets),
             "rows": self._rows,
             "bytes": self._bytes,
+            "has_outputs": self._has_outputs,
             "measured": None if self._measured is None else self._measured.state_dict(),
             "metrics": metric_state.get_metric_state(self._metrics),
         }
@@ -80,6 +85,7 @@ class RunningMetrics:
         """Restore the result of `state_dict`."""
         self._outputs, self._targets = to_device(state["outputs"], device), to_device(state["targets"], device)
         self._rows, self._bytes = state["rows"], state["bytes"]
+        self._has_outputs = state.get("has_outputs", True)  # missing in checkpoints of earlier versions
         if state["measured"] is not None:
             self._measured = RunningMeans(device)
             self._measured.load_state_dict(state["measured"])

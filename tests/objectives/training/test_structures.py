@@ -292,3 +292,17 @@ def test_mistakes_are_reported_before_training(objective_with, replaced, message
         fit(objective_with(**replaced), session=session)
     assert "\n" not in str(error.value)
     assert not session.saved
+
+
+def test_a_step_may_have_outputs_in_validation_only(objective_with, tmp_path):
+    """Outputs of training may be too large, or of another model."""
+
+    def step(_self, model, batch, _config):
+        output = model(batch.x)
+        return Step(functional.cross_entropy(output, batch.y), outputs=None if model.training else output)
+
+    result = Trainer(objective_with(step=step), TrainConfig(), epochs=2, seed=0, run_dir=tmp_path).fit()
+    metrics = result.history[-1].metrics
+    assert 0 <= metrics["val_accuracy"] <= 1
+    assert "train_accuracy" not in metrics
+    assert (tmp_path / "report.md").exists()

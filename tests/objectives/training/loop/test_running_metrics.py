@@ -43,3 +43,17 @@ def test_large_outputs_update_metrics_at_once():
     rows, held = _added(*[(8, 1000, 16)] * 20)
     assert sum(rows) == 160
     assert held < 4 << 20
+
+
+class _NeedsOutputs(_Noting):
+    def compute(self):
+        return {"share": sum(self.rows) / len(self.rows)}
+
+
+def test_metrics_are_missing_if_no_step_has_outputs():
+    running = RunningMetrics(_NeedsOutputs())
+    running.add(Step(torch.zeros(()), metrics={"kl": 2.0}), 4)
+    assert {name: float(value) for name, value in running.compute().items()} == {"kl": 2.0}
+    restored = RunningMetrics(_NeedsOutputs())
+    restored.load_state_dict({**running.state_dict(), "metrics": {}}, torch.device("cpu"))
+    assert set(restored.compute()) == {"kl"}
