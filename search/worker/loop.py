@@ -54,6 +54,9 @@ class Worker:
                         log.info("study stopped: %s", reason)
                         return EXIT_DONE
                     case NoTrialAvailable(running_trials=0):
+                        log.info(
+                            "no trial is left to run: %s", self._context.study.format_progress(self._count_finished())
+                        )
                         return EXIT_DONE
                     case NoTrialAvailable(running_trials=running):
                         if self._is_idle_too_long(running):
@@ -103,6 +106,9 @@ class Worker:
             return False
         log.error("giving up: %d trials failed, and no trial came further; last error: %s", failed, last.reason)
         return True
+
+    def _count_finished(self) -> int:
+        return sum(t.state.is_finished() for t in self._context.study.trials())
 
     def _count_failed(self) -> int:
         return sum(t.state == optuna.trial.TrialState.FAIL for t in self._context.study.trials())
