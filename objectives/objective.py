@@ -190,6 +190,8 @@ class Objective(BaseObjective):
         loss_floor: the loss that a perfectly fitted batch approaches, for the smoke test; None if unknown, for example
             for the ELBO of a VAE.
         latency_batch: number of samples in the forward pass that `latency_ms` measures.
+        bounds: smallest and largest possible value of `metric`, each None if there is none; they limit the prediction
+            interval of finalists. The bounds of built-in metrics are known.
         ignored_leaks: signs of leakage that are intended: `shared_samples`, `target_in_features`.
 
     Example:
@@ -205,6 +207,7 @@ class Objective(BaseObjective):
 
     loss_floor: ClassVar[float | None] = 0.0
     latency_batch: ClassVar[int] = 1
+    bounds: ClassVar[tuple[float | None, float | None]] = (None, None)
     ignored_leaks: ClassVar[Collection[str]] = ()
 
     @abstractmethod

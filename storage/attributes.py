@@ -13,6 +13,7 @@ SOURCE_SHA256 = "hpsearch:objective_sha256"  # hash of the objective's source fi
 RESTORED = "hpsearch:restored"  # true: the study is from a backup, and its objective needs the user's confirmation
 VERSION = "hpsearch:release"  # version of hpsearch that created the study
 SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
+BOUNDS = "hpsearch:bounds"  # declared bounds of the metric: [low, high], each null if there is none
 LEAKS = "hpsearch:leaks"  # signs of leakage in the data: a description by kind
 
 # Attributes of a study or a trial.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from hpsearch.search.finalists.winner import (
 )
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import INFEASIBLE, RESPLIT_SCORE
+from hpsearch.storage.attributes import BOUNDS, INFEASIBLE, RESPLIT_SCORE
 from hpsearch.storage.rungs.fronts import count_dominating, to_losses
 from hpsearch.storage.rungs.fronts import find_front as front_places
 from hpsearch.storage.trials.history import read_finalist_studies
@@ -238,7 +239,13 @@ def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: Win
     runs = {row.trial: [run for run in row.scores if run is not None] for row in rows if row.is_complete}
     if any(len(found) < len(rows[0].values) for found in runs.values()):
         return None  # a set of an earlier version without cross-fitted scores, or a custom loop
-    return estimate_test_score(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
+    declared = study.attrs.get(BOUNDS)
+    bounds = None
+    if declared is not None:
+        low, high = declared
+        bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+    spec = study.spec
+    return estimate_test_score(runs, choice, metric=spec.metric, maximize=spec.maximize, bounds=bounds)
 
 
 def _make_row(number: int, search_values: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_loss_bound
+from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_metric_bounds
 from hpsearch.search.study.ranking import sort_best_first
 
 
@@ -150,7 +150,12 @@ def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore |
 
 
 def estimate_test_score(
-    runs: Mapping[int, Sequence[RunScore]], choice: WinnerSelection, *, metric: str, maximize: bool
+    runs: Mapping[int, Sequence[RunScore]],
+    choice: WinnerSelection,
+    *,
+    metric: str,
+    maximize: bool,
+    bounds: tuple[float, float] | None = None,
 ) -> ExpectedScore | None:
     """Estimate the test score of the model that the search trained for the winner.
 
@@ -177,15 +182,19 @@ def estimate_test_score(
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
     The interval has the quantiles of Student's t distribution. Its degrees of freedom are those of both parts of w,
-    weighted by their shares of the variance (Satterthwaite 1946, *Biometrics Bulletin* 2). If the metric is between 0
-    and 1, the interval has the quantiles of the beta distribution with this mean and a variance that gives intervals
-    of the same width in the middle of the range.
+    weighted by their shares of the variance (Satterthwaite 1946, *Biometrics Bulletin* 2).
+
+    If the metric has two bounds, the interval has the quantiles of the beta distribution between these bounds with this
+    mean, and a variance that gives intervals of the same width in the middle of the range. A single bound cuts the
+    interval.
 
     Args:
         runs: per finalist number, the scores of its runs; all finalists have the same number of runs.
         choice: the winner, and the standard error of the difference of two means.
-        metric: name of the metric, which determines the bounds of the interval.
+        metric: name of the metric.
         maximize: whether higher is better.
+        bounds: smallest and largest value of the metric; None uses the known bounds of the metric with this name. These
+            are ignored if a mean is outside of them, because a user's metric may have another range.
 
     Returns:
         The expected score; None with one run per finalist, or if the error from the validation samples is unknown,
@@ -214,12 +223,15 @@ def estimate_test_score(
     probability = (1 + COVERAGE) / 2
     normal = float(special.ndtri(probability))
     quantile = float(special.stdtrit(variance**2 / uncertainty, probability)) if uncertainty else normal
-    if metric in PROPORTION_METRICS and all(0 <= value <= 1 for value in means.values()):
-        return ExpectedScore(mean, *_make_proportion_interval(mean, math.sqrt(variance) * quantile / normal, own))
-    reach, sign = quantile * math.sqrt(variance), -1.0 if maximize else 1.0
-    least = get_loss_bound(metric, min(sign * value for value in means.values()), maximize=maximize)
-    low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return ExpectedScore(mean, low, high)
+    reach = quantile * math.sqrt(variance)
+    least, most = bounds or get_metric_bounds(metric)
+    if bounds is None and not all(least <= value <= most for value in means.values()):
+        least, most = -math.inf, math.inf
+    if math.isfinite(most - least):
+        scale = most - least
+        low, high = _make_proportion_interval((mean - least) / scale, reach / normal / scale, own)
+        return ExpectedScore(mean, min(least + scale * low, mean), max(least + scale * high, mean))
+    return ExpectedScore(mean, max(mean - reach, least), min(mean + reach, most))
 
 
 def _make_proportion_interval(mean: float, deviation: float, runs: Sequence[RunScore]) -> tuple[float, float]:
@@ -235,7 +247,7 @@ def _make_proportion_interval(mean: float, deviation: float, runs: Sequence[RunS
     largest = center * (1 - center)  # of the variance of a distribution between 0 and 1
     total = largest / min(deviation**2, 0.999 * largest) - 1
     low, high = special.betaincinv(center * total, (1 - center) * total, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return min(float(low), mean), max(float(high), mean)
+    return float(low), float(high)
 
 
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:

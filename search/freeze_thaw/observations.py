@@ -118,6 +118,14 @@ _AT_MOST_1 = PROPORTION_METRICS | {"r2"}
 _AT_LEAST_0 = frozenset({"loss", "rmse", "mae"})
 
 
+def get_metric_bounds(metric: str) -> tuple[float, float]:
+    """Return the smallest and the largest value of a metric by its name; infinite if no bound is known."""
+    return (
+        0.0 if metric in PROPORTION_METRICS | _AT_LEAST_0 else -math.inf,
+        1.0 if metric in _AT_MOST_1 else math.inf,
+    )
+
+
 def get_loss_bound(metric: str, best: float, *, maximize: bool) -> float:
     """Return the smallest possible loss of a metric by the metric's name; minus infinity if no bound is known.
 

@@ -33,10 +33,24 @@ from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
-from hpsearch.search.study.preflight import check_objective_code, find_data_leaks, name_setting_of_metric
+from hpsearch.search.study.preflight import (
+    check_objective_code,
+    find_data_leaks,
+    name_setting_of_metric,
+    read_declared_bounds,
+)
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.search.study.trust import read_code
-from hpsearch.storage.attributes import FOLDER_NAME, LEAKS, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.attributes import (
+    BOUNDS,
+    FOLDER_NAME,
+    LEAKS,
+    SOURCE_SHA256,
+    SPEC,
+    STARTED_AT,
+    TRACKING_URI,
+    VERSION,
+)
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
 from hpsearch.storage.database.retry import retrying
@@ -204,8 +218,15 @@ def _create(
     """Create the study with its attributes and first trials, in one transaction."""
     warm_start, trials = make_warm_start_attrs(storage, spec, objective), _make_first_trials(spec, objective, enqueued)
     folder, release = f"{spec.name}-{secrets.token_hex(8)}", version("hpsearch")
-    attrs = {SOURCE_SHA256: source_hash(objective), FOLDER_NAME: folder, VERSION: release, SPEC: spec.model_dump()}
-    attrs[LEAKS] = find_data_leaks(objective, spec)
+    attrs: dict[str, Any] = {
+        SOURCE_SHA256: source_hash(objective),
+        FOLDER_NAME: folder,
+        VERSION: release,
+        SPEC: spec.model_dump(),
+        LEAKS: find_data_leaks(objective, spec),
+    }
+    if (bounds := read_declared_bounds(objective, spec)) is not None:
+        attrs[BOUNDS] = bounds
 
     def write_budget_and_warm_start(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
@@ -289,9 +310,9 @@ def begin_search(
             storage, settings, objective, check=check, preflight_check=check_objective_code, enqueued=enqueued
         )
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
-        if created or not study.external_settings:  # naming the objective confirms only this
-            with suppress(StorageError):  # without the record, the code is accepted until it changes
-                study.trust_code(read_code(study.spec.objective))
+        study.check_restored()
+        with suppress(StorageError):  # without the record, the code is accepted until it changes
+            study.trust_code(read_code(study.spec.objective))  # the caller has named the objective
         start_timeout(study)
         if checkpoint_url is not None:
             store_checkpoint_url(study, checkpoint_url)

@@ -76,6 +76,25 @@ def find_data_leaks(objective: BaseObjective, spec: StudySpec) -> dict[str, str]
     return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}
 
 
+def read_declared_bounds(objective: BaseObjective, spec: StudySpec) -> list[float | None] | None:
+    """Return the bounds that the objective declares for the study's metric; None if it declares none.
+
+    Raises:
+        ObjectiveError: the bounds are not two numbers in ascending order.
+    """
+    if not isinstance(objective, Objective) or spec.metric != type(objective).metric:
+        return None
+    bounds = objective.bounds
+    owner = type(objective).__name__
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    if not is_pair or not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
+        raise ObjectiveError(f"{owner}.bounds is {bounds!r}; give two numbers or None, such as (0, 1)")
+    low, high = bounds
+    if low is not None and high is not None and not low < high:
+        raise ObjectiveError(f"{owner}.bounds is {bounds!r}, but the first bound must be below the second")
+    return None if low is None and high is None else [low, high]
+
+
 def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     """Return a configuration that the sampler could suggest.
 

@@ -72,6 +72,23 @@ def test_no_accuracy_is_above_one() -> None:
     assert 0.0 <= expected({0: [0.01, 0.02]}, metric="accuracy").low < 0.015
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_declared_bounds_limit_the_interval(scale: float, *, maximize: bool) -> None:
+    table = {0: [0.96 * scale, 0.98 * scale], 1: [0.95 * scale, 0.95 * scale]}
+    runs = {number: [RunScore(value, 0.04 * scale, *SIZES) for value in row] for number, row in table.items()}
+    choice = select_winner(table, maximize=maximize)
+    free, bounded, cut = (
+        estimate_test_score(runs, choice, metric="recall", maximize=maximize, bounds=bounds)
+        for bounds in (None, (0.0, scale), (-math.inf, scale))
+    )
+    assert free is not None
+    assert bounded is not None
+    assert cut is not None
+    assert 0 < bounded.low < bounded.mean < bounded.high <= scale < free.high
+    assert (cut.low, cut.high) == (free.low, scale)
+
+
 def test_a_minimized_metric_mirrors_the_estimate() -> None:
     table = {0: [0.005, 0.006], 1: [0.7, 0.8]}
     found = expected(table, metric="size", maximize=False)

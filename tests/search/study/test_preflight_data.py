@@ -1,4 +1,4 @@
-"""Signs of leakage in the data are found before the study exists, and shown until the objective ignores them."""
+"""Signs of leakage and invalid bounds are found before the study exists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
+from hpsearch.storage.attributes import BOUNDS
+from hpsearch.storage.study_storage.storage import open_storage
 
 DUPLICATE = """
 
@@ -65,3 +67,24 @@ def test_ignored_leaks_are_not_shown(leaking: Path, capsys: pytest.CaptureFixtur
 def test_unknown_kinds_of_leaks_are_rejected(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(leaking, "val", "splits.test", '    ignored_leaks = {"x"}\n') == 2
     assert "Leaking.ignored_leaks has 'x'; choose from shared_samples, target_in_features" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ("(0, 1, 2)", r"Leaking.bounds is (0, 1, 2); give two numbers or None, such as (0, 1)"),
+        ("('a', 1)", "Leaking.bounds is ('a', 1); give two numbers or None"),
+        ("(1, 0)", "Leaking.bounds is (1, 0), but the first bound must be below the second"),
+    ],
+)
+def test_invalid_bounds_are_rejected(
+    leaking: Path, capsys: pytest.CaptureFixture[str], bounds: str, message: str
+) -> None:
+    assert run(leaking, "val", "splits.test", f"    bounds = {bounds}\n") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_declared_bounds_are_stored_with_the_study(leaking: Path, database_url: str) -> None:
+    run(leaking, "val", "splits.test", "    bounds = (0, None)\n")
+    storage = open_storage(database_url, application_name="test")
+    assert storage.get_study_user_attrs(1)[BOUNDS] == [0, None]
