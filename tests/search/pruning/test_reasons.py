@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import optuna
 import pytest
 from optuna.trial import create_trial
@@ -120,3 +121,15 @@ def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
 def test_no_query_at_an_epoch_without_a_decision(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredOtherTrials, "get_finished_trials", lambda _: pytest.fail("it read the finished trials"))
     assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_a_value_that_differs_from_the_cutoff_only_by_rounding_is_not_pruned(direction: str) -> None:
+    """The median of 349 and 351 of 360 samples equals 350 of 360, but not in float32."""
+    one, other, tied = (float(np.float32(n / 360)) for n in (349, 351, 350))
+    assert tied != (one + other) / 2
+    options = {"n_warmup_steps": 0, "n_startup_trials": 2, "n_min_trials": 2}
+    spec = spec_of(name="median", direction=direction, **options)
+    worse = tied - 1e-3 if direction == "maximize" else tied + 1e-3
+    for value, is_pruned in ((tied, False), (tied - 1e-9, False), (tied + 1e-9, False), (worse, True)):
+        assert decide(spec, [[one], [other]], [value]).prune == is_pruned
