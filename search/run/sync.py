@@ -62,9 +62,11 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     """Send the study's records in this machine's outbox, rebuild records of lost machines, and print the result.
 
     Raises:
-        SearchError: the study has no tracking server, and none was given.
+        SearchError: the study has no tracking server, and none was given; or the study was restored, and the user has to
+            confirm its trackers.
         StorageError: a service is unusable.
     """
+    study.check_restored()
     name, tracking_error = study.spec.name, None
     try:
         tracking = open_study_tracking(services, study)

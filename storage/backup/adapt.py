@@ -137,7 +137,7 @@ _LOCATIONS = (
     ("logged_models", "artifact_location", "true"),
     ("model_versions", "source", "true"),
     ("model_versions", "storage_location", "true"),
-    ("trace_tags", "value", "key = 'mlflow.artifactLocation'"),
+    ("trace_tags", "value", "key IN ('mlflow.artifactLocation', 'mlflow.trace.archiveLocation')"),
     ("workspaces", "trace_archival_location", "true"),
 )
 _PROXY = "mlflow-artifacts:/"
@@ -145,6 +145,7 @@ _PROXY = "mlflow-artifacts:/"
 _PROXIED_PATH = re.compile(
     r"(?:^|/)(\d+(?:/(?:models/|traces/)?(?:m-|tr-)?[0-9a-f]{32}/artifacts(?:/(?!\.\.?/)[^/]+)*)?)/?$"
 )
+_PLAIN = re.compile(r"[a-z0-9-]+:/(?!.*/\.\.?(/|$))[\w.:@$/-]+", re.ASCII)  # without `..`, `%` and backslashes
 _REFERENCE = re.compile(r"(models|runs):/(?!.*\.\.).+")
 
 
@@ -160,7 +161,7 @@ def replace_artifact_locations(mlflow: Any) -> int:
     for table, column, condition in _LOCATIONS:
         mlflow.execute(
             f"SELECT DISTINCT {column} FROM {table} WHERE {condition} "  # noqa: S608 constant names
-            f"AND ({column} !~ '^{_PROXY}[^/]' OR strpos({column}, '..') > 0)"
+            f"AND {column} !~ '^{_PROXY}[0-9a-zA-Z_][0-9a-zA-Z_/-]*$'"
         )
         for (location,) in mlflow.fetchall():
             if _is_allowed_location(location):
@@ -175,6 +176,11 @@ def replace_artifact_locations(mlflow: Any) -> int:
 
 
 def _is_allowed_location(location: str) -> bool:
+    """Return whether a location is a plain path of the server's proxy, a reference to a model or run, or in a store."""
+    if not _PLAIN.fullmatch(location):
+        return False
+    if location.startswith((_PROXY, "http:", "https:")):
+        return location.startswith(_PROXY) and not location.startswith(f"{_PROXY}/")
     try:
         check_removable(location, "http://unconfigured.invalid")
     except LocationRejectedError:

@@ -265,9 +265,6 @@ def _restore_all(
         record_study_ids(studies)
         if mlflow is not None:
             reconcile_databases(studies, mlflow)
-            delete_webhooks(mlflow)
-            if replaced := replace_artifact_locations(mlflow):
-                progress(f"replaced {replaced} artifact locations by the artifact proxy of the MLflow server")
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
@@ -291,6 +288,10 @@ def _restore_databases(
             programs=programs,
         )
         upgrade_mlflow(url)
+        with open_session(*locations.mlflow) as cursor:
+            delete_webhooks(cursor)
+            if replaced := replace_artifact_locations(cursor):
+                progress(f"replaced {replaced} artifact locations by the artifact proxy of the MLflow server")
     progress("restoring the studies")
     url, setting = locations.studies
     left_out += restore_rows(

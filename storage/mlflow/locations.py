@@ -53,9 +53,14 @@ def check_removable(location: str, uri: str) -> None:
         LocationRejectedError: the location is a local folder, or on another server. For a tracking server that the user
             has not configured, also if the host is not a known store.
     """
-    parts = urlsplit(location)
+    try:
+        parts = urlsplit(location)
+    except ValueError:  # an invalid host
+        parts = urlsplit("")
+    # HTTP libraries end the host at other characters than urllib does, such as a backslash.
+    is_plain_host = re.fullmatch(r"([\w.-]+(:\d+)?)?", parts.netloc, re.ASCII) is not None
     is_allowed = parts.scheme in _REMOTE or (
-        parts.scheme in _PROXIED and parts.hostname in {None, urlsplit(uri).hostname}
+        parts.scheme in _PROXIED and is_plain_host and parts.hostname in {None, urlsplit(uri).hostname}
     )
     if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_configured(uri):
         is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None

@@ -151,6 +151,8 @@ def test_workers_of_a_restored_study_use_external_settings_only_after_a_confirma
     assert (
         f"study 's' was restored from a backup and uses {shown}; if you trust this, confirm" in capsys.readouterr().err
     )
+    assert run_command(["sync", "s", "--tracking-uri", "http://127.0.0.1:1"]) == 2
+    assert f"and uses {shown}; if you trust" in capsys.readouterr().err
     assert not (cached / "ran").exists()
     assert not (tmp_path / "logs").exists()
     assert run_command(["trust", "s", "--yes"]) == 0

@@ -327,6 +327,11 @@ RUN, OWN_MODEL = "0123456789abcdef" * 2, "m-" + "0123456789abcdef" * 2
         (f"/srv/7/{RUN}/artifacts/../../../x", "mlflow-artifacts:/unknown"),
         (f"mlflow-artifacts:/7/{RUN}/artifacts", f"mlflow-artifacts:/7/{RUN}/artifacts"),
         ("s3://bucket/7", "s3://bucket/7"),
+        ("http://evil.example\\@unconfigured.invalid/7", "mlflow-artifacts:/7"),
+        ("mlflow-artifacts://evil.example\\@unconfigured.invalid/7", "mlflow-artifacts:/7"),
+        ("http://unconfigured.invalid/7", "mlflow-artifacts:/7"),
+        ("mlflow-artifacts:/%2e%2e/%2e%2e/x", "mlflow-artifacts:/unknown"),
+        ("http://[", "mlflow-artifacts:/unknown"),
     ],
 )
 def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: str, restored: str) -> None:
