@@ -62,8 +62,8 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     """Send the study's records in this machine's outbox, rebuild records of lost machines, and print the result.
 
     Raises:
-        SearchError: the study has no tracking server, and none was given; or the study was restored, and the user has to
-            confirm its trackers.
+        SearchError: the study has no tracking server, and none was given; or the user has to confirm the trackers of a
+            restored study.
         StorageError: a service is unusable.
     """
     study.check_restored()

@@ -19,16 +19,14 @@ from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import ClaimLostError, StorageError
+from hpsearch.storage.rungs.last_phase import NextStep, has_budget_to_continue, plan_last_phase
 from hpsearch.storage.rungs.rungs import (
-    NextStep,
     PrunedTrial,
     RungRank,
     Rungs,
     find_next_to_complete,
     find_next_to_promote,
     find_next_to_prune,
-    has_budget_to_continue,
-    plan_last_phase,
     read_rung_rank,
     record_promotion,
     record_rung_value,

@@ -107,9 +107,6 @@ def test_other_targets_have_no_leak(y: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", sorted({*BUILTIN} - {"gan"}))  # which has a custom loop
 def test_the_built_in_objectives_have_no_leak(name: str) -> None:
-    objective = load_objective(name)
-    if not hasattr(objective, "data"):
-        pytest.skip("it has a custom loop")
-    assert find_leaks(objective.data(0)) == {}
+    assert find_leaks(load_objective(name).data(0)) == {}
