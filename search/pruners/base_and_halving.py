@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-_TOLERANCE = 1e-6  # relative; a mean of two float32 values differs from an equal float32 value by about 1e-7
-
 RungValue = float | list[float]  # the value of a trial at a rung, or the values of several metrics
 
 
@@ -107,9 +105,7 @@ class PruningContext:
         return self.values[self.step]
 
     def is_worse(self, value: float, cutoff: float) -> bool:
-        """Return whether `value` is worse than `cutoff`, by more than the rounding errors of metrics in float32."""
-        if math.isclose(value, cutoff, rel_tol=_TOLERANCE):
-            return False
+        """Return whether `value` is worse than `cutoff`, and not equal."""
         return value < cutoff if self.maximize else value > cutoff
 
     def keep(self, **details: Unpack[DecisionDetails]) -> Decision:

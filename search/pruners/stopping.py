@@ -20,6 +20,8 @@ from hpsearch.search.pruners.base_and_halving import (
 )
 from hpsearch.search.spec.kinds import Number
 
+TIE_TOLERANCE = 1e-6  # relative; a mean of two float32 values differs from an equal float32 value by about 1e-7
+
 
 class _Stopping(PrunerSpec):
     """Options of the pruners that compare a trial with a percentile of other trials."""
@@ -61,7 +63,8 @@ def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, ke
     """Return the decision by comparison of the trial with the COMPLETE trials at the same epoch.
 
     The trial's best value so far is compared with the best `keep` percent of their values. Other trials are read only
-    at epochs at which trials are compared.
+    at epochs at which trials are compared. Unlike in Optuna, a value that differs from the percentile only by rounding
+    is not worse.
     """
     step = case.step
     if not is_due(case, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps):
@@ -82,7 +85,8 @@ def _compare(case: PruningContext, options: _Stopping, peers: OtherTrials, *, ke
     with np.errstate(invalid="ignore"):  # the interpolation between two infinities gives NaN
         cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
     details: DecisionDetails = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
-    if not case.is_worse(best, cutoff):
+    is_tied = math.isclose(best, cutoff, rel_tol=TIE_TOLERANCE)
+    if is_tied or not case.is_worse(best, cutoff):
         return case.keep(**details)
     among = f"{len(numbers)} finished trials at that epoch"
     limit = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
