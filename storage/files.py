@@ -90,9 +90,9 @@ def lock_file(path: Path) -> int | None:
         The file descriptor, which holds the lock until it is closed; None if another process holds the lock.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or is a link, which another user can place in a shared folder.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

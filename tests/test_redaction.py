@@ -48,6 +48,16 @@ from hpsearch.redaction import redact
         ('password = """a\nb""" + c', "password = *** + c"),
         ('PASSWORD: str = "x"\n    HF_TOKEN: str | None = "t"', "PASSWORD: str = ***\n    HF_TOKEN: str | None = ***"),
         ("os.environ.setdefault('DB_PASSWORD', 'x')", "os.environ.setdefault('DB_PASSWORD', ***)"),
+        ('os.environ["DB_PASSWORD"] = "x"', 'os.environ["DB_PASSWORD"] = ***'),
+        (
+            "os.getenv('API_KEY', 'x') or os.environ.get('HF_TOKEN', 'x')",
+            "os.getenv('API_KEY', ***) or os.environ.get('HF_TOKEN', ***)",
+        ),
+        ('password: str | None = field(default="x")', "password: str | None = field(default=***)"),
+        ("    api_key: SecretStr = pydantic.Field('x')", "    api_key: SecretStr = pydantic.Field(***)"),
+        ("password = SecretStr('x')", "password = SecretStr(***)"),
+        ('password = (\n    "x"\n    "y"\n)', "password = (\n    ***\n)"),
+        ('password = "x" "y"\n"z"', 'password = ***\n"z"'),
     ],
 )
 def test_secrets_are_hidden(text: str, redacted: str) -> None:
@@ -83,6 +93,8 @@ def test_secrets_are_hidden(text: str, redacted: str) -> None:
         "secret_key: jax.Array\ntoken: list[int] = field(default_factory=list)",
         'batch = {"token": batch["tokens"], "secret": read(1)}',
         "self.token: nn.Embedding = nn.Embedding(3, 4)",
+        'tokens.get("pad_token", "<pad>")',
+        "password = (\n    read()\n)",
     ],
 )
 def test_other_texts_are_kept(text: str) -> None:
@@ -95,7 +107,7 @@ def test_private_keys_are_hidden() -> None:
     assert redact(f"a {start}\nMIIE\n") == f"a {start}***"
 
 
-@pytest.mark.parametrize("part", ["-", "curl -u ", "password", "a=", "'''", "\\", "://", ": "])
+@pytest.mark.parametrize("part", ["-", "curl -u ", "password", "a=", "'''", "\\", "://", ": ", "password=(\n", "\n\t"])
 def test_long_texts_take_linear_time(part: str) -> None:
     """With quadratic time, a text of this length takes hours."""
     text = part * (200_000 // len(part))

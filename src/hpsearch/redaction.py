@@ -26,7 +26,7 @@ _NO_TYPE = (
     r"(?![\w.]+[(\[])"  # the call of a function, or a type with parameters
 )
 # A keyword of libpq, which permits spaces around `=`. Values that are names of functions or attributes do not match.
-_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_TYPE}(?!\w+\.){_VALUE}")
+_KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_TYPE}(?!\w+\.|[(\[]\s){_VALUE}")
 _HEADER = re.compile(
     rf"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_NO_TYPE}[^\s'\"]+", re.IGNORECASE
 )
@@ -48,9 +48,11 @@ _TEXT = (
     r"[bfru]{0,2}(?:\"\"\".*?(?:\"\"\"|\Z)|'''.*?(?:'''|\Z)|"
     r"'(?:\\[^\n]|[^'\\\n])*+(?:'|$)|\"(?:\\[^\n]|[^\"\\\n])*+(?:\"|$))"
 )
+_SETTERS = r"(?:setdefault|setenv|putenv|getenv|environ\.get)"
 _ASSIGNMENT = re.compile(
-    rf"((?:(?<![\w.-]){_NAMES}(?:[ \t]*:[^=\n]{{1,80}})?[ \t]*=|(?:setdefault|setenv|putenv)\(['\"]{_SECRETS}['\"],)"
-    rf"[ \t]*[(\[]?){_TEXT}",
+    rf"((?:(?<![\w.-]){_NAMES}(?:['\"]\]|[ \t]*:[^=\n]{{1,80}})?[ \t]*=|{_SETTERS}\(['\"]{_SECRETS}['\"],)[ \t]*"
+    rf"(?:[\w.]{{0,40}}(?:field|SecretStr)\((?:default=)?)?(?P<bracket>[(\[]\s*+)?)"
+    rf"{_TEXT}(?:(?(bracket)\s|[ \t])*+{_TEXT})*",
     re.IGNORECASE | re.MULTILINE | re.DOTALL,
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL)

@@ -130,21 +130,21 @@ def reconcile_databases(studies: Any, mlflow: Any) -> None:
     studies.execute(_RECORD_UPLOADED, {"runs": json.dumps(finished), **keys})
 
 
-# Columns with artifact locations, and the rows that have them.
+# Columns with artifact locations, the rows that have them, and the id that the location must contain ('' for none).
+# `mlflow gc` deletes the locations of deleted runs, models and traces, but not the other locations.
 _LOCATIONS = (
-    ("experiments", "artifact_location", "true"),
-    ("runs", "artifact_uri", "true"),
-    ("logged_models", "artifact_location", "true"),
-    ("model_versions", "source", "true"),
-    ("model_versions", "storage_location", "true"),
-    ("trace_tags", "value", "key IN ('mlflow.artifactLocation', 'mlflow.trace.archiveLocation')"),
-    ("workspaces", "trace_archival_location", "true"),
+    ("experiments", "artifact_location", "true", "''"),
+    ("runs", "artifact_uri", "true", "run_uuid"),
+    ("logged_models", "artifact_location", "true", "model_id"),
+    ("model_versions", "source", "true", "''"),
+    ("model_versions", "storage_location", "true", "''"),
+    ("trace_tags", "value", "key IN ('mlflow.artifactLocation', 'mlflow.trace.archiveLocation')", "request_id"),
+    ("workspaces", "trace_archival_location", "true", "''"),
 )
+_ID = "(m-|tr-)?[0-9a-f]{32}"  # of a run, model or trace
 _PROXY = "mlflow-artifacts:/"
 # The path below the folder of all artifacts: EXPERIMENT, or EXPERIMENT/RUN/artifacts/..., also of models and traces.
-_PROXIED_PATH = re.compile(
-    r"(?:^|/)(\d+(?:/(?:models/|traces/)?(?:m-|tr-)?[0-9a-f]{32}/artifacts(?:/(?!\.\.?/)[^/]+)*)?)/?$"
-)
+_PROXIED_PATH = re.compile(rf"(?:^|/)(?P<path>\d+(?:/(?:models/|traces/)?{_ID}/artifacts(?:/(?!\.\.?/)[^/]+)*)?)/?$")
 _PLAIN = re.compile(r"[a-z0-9-]+:/(?!.*/\.\.?(/|$))[\w.:@$/-]+", re.ASCII)  # without `..`, `%` and backslashes
 _REFERENCE = re.compile(r"(models|runs):/(?!.*\.\.).+")
 
@@ -158,18 +158,21 @@ def replace_artifact_locations(mlflow: Any) -> int:
         Number of replaced locations.
     """
     replaced = 0
-    for table, column, condition in _LOCATIONS:
+    for table, column, condition, owner in _LOCATIONS:
+        has_own_id = f"{owner} = '' OR {owner} ~ '^{_ID}$' AND strpos({column} || '/', '/' || {owner} || '/') > 0"
         mlflow.execute(
-            f"SELECT DISTINCT {column} FROM {table} WHERE {condition} "  # noqa: S608 constant names
-            f"AND {column} !~ '^{_PROXY}[0-9a-zA-Z_][0-9a-zA-Z_/-]*$'"
+            f"SELECT DISTINCT {owner}, {column}, {has_own_id} FROM {table} WHERE {condition} "  # noqa: S608 constants
+            f"AND ({column} !~ '^{_PROXY}[0-9a-zA-Z_][0-9a-zA-Z_/-]*$' OR NOT ({has_own_id}))"
         )
-        for (location,) in mlflow.fetchall():
-            if _is_allowed_location(location):
+        for owner_id, location, is_own in mlflow.fetchall():
+            if is_own and _is_allowed_location(location):
                 continue
             path = _PROXIED_PATH.search(location)
+            new = path["path"] if path and is_own else "/".join(["unknown", *re.findall(r"[\w-]+", owner_id)])
             mlflow.execute(
-                f"UPDATE {table} SET {column} = %s WHERE {condition} AND {column} = %s",  # noqa: S608 constant names
-                (_PROXY + (path[1] if path else "unknown"), location),
+                f"UPDATE {table} SET {column} = %s WHERE {condition} "  # noqa: S608 constants
+                f"AND {column} = %s AND {owner} = %s",
+                (_PROXY + new, location, owner_id),
             )
             replaced += mlflow.rowcount
     return replaced

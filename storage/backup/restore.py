@@ -199,8 +199,7 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
             backup.
     """
     found: list[str] = []
-    others: list[str] = []
-    is_partial = False
+    is_partial = True  # MLflow's database only if the database of the studies is; MLFLOW_BACKEND_STORE_URI may be wrong
     own = {*OPTUNA_TABLES, *OWN_TABLES, *REVISION_TABLES, STUDY_IDS_TABLE}
     databases = [(locations.studies, _STUDY_TABLES, own)]
     if locations.mlflow is not None:
@@ -214,12 +213,13 @@ def _check_empty(locations: backup.Locations, manifest: Manifest) -> None:
                     f"the backup is from Postgres {manifest.postgres_version}, but the server is "
                     f"Postgres {server_version}; use a server of the same or a newer version"
                 )
-            is_partial = is_partial or _is_partial_restore(cursor)
+            is_partial = is_partial and _is_partial_restore(cursor)
+            if is_partial:
+                continue
             numbers = {table: count_rows(cursor, table, _INITIAL_ROWS.get(table, "true")) for table in tables}
-            others += find_other_relations(cursor, known)
-        found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number][:2]
-    if (found or others) and not is_partial:
-        found += [f"table of another program: {table}" for table in others[:1]]
+            found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number][:2]
+            found += [f"table of another program: {table}" for table in find_other_relations(cursor, known)[:1]]
+    if found:
         place = f"--home {str(locations.home)!r}" if locations.is_embedded else redact(locations.studies.url)
         fix = "set --home to another folder" if locations.is_embedded else "give the URLs of empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}), and restore overwrites nothing; {fix}")
@@ -239,9 +239,10 @@ def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
     """Restore files, then databases; return `external_checkpoints` and `unsent_studies` of the `RestoreResult`."""
-    with open_session(*locations.studies) as cursor:
-        again = _is_partial_restore(cursor)
-        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
+    with _open_cursors(locations) as cursors:
+        marks = [cursor is None or _is_partial_restore(cursor) for cursor in cursors]
+        for cursor in filter(None, cursors):
+            cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
     files = list(unpacked.iterate_files(archive.CHECKPOINTS))
     moves = [(source, locations.checkpoints / path) for path, source in files if is_checkpoint_path(str(path))]
     if len(moves) < len(files):
@@ -252,13 +253,13 @@ def _restore_all(
         if len(expected) < len(files):
             progress(f"skipping {len(files) - len(expected)} files that are not artifacts of a run, model or trace")
         moves += expected
-    if not again:
+    if not all(marks):
         _check_targets(moves)
     progress(f"restoring {len(moves)} files")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, target)
-    _restore_databases(unpacked, locations, programs, progress, again=again)
+    _restore_databases(unpacked, locations, programs, progress, replace_studies=marks[0], replace_mlflow=all(marks))
     with _open_cursors(locations) as (studies, mlflow):
         release_trials(studies)
         mark_restored(studies)
@@ -267,14 +268,23 @@ def _restore_all(
             reconcile_databases(studies, mlflow)
         unsent = find_studies_with_unsent_trials(studies) if mlflow is not None else []
         external_checkpoints = remove_home_checkpoint_urls(studies, unpacked.manifest.home)
-        studies.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
+    # Without the mark of the studies, the restore is complete, and the mark of MLflow's database has no effect.
+    for database in filter(None, (locations.studies, locations.mlflow)):
+        with open_session(*database) as cursor:
+            cursor.execute(f"DROP SCHEMA {RESTORE_SCHEMA}")
     return external_checkpoints, unsent
 
 
 def _restore_databases(
-    unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress, *, again: bool
+    unpacked: UnpackedArchive,
+    locations: backup.Locations,
+    programs: Binaries,
+    progress: OnProgress,
+    *,
+    replace_studies: bool,
+    replace_mlflow: bool,
 ) -> None:
-    """Restore the rows of both databases, and upgrade the tables; `again` permits to replace rows."""
+    """Restore the rows of both databases, and upgrade the tables; the flags permit to replace rows."""
     manifest = unpacked.manifest
     left_out: list[str] = []
     if locations.mlflow is not None:
@@ -284,7 +294,7 @@ def _restore_databases(
             unpacked.folder / archive.MLFLOW_DUMP,
             locations.mlflow,
             create_tables=partial(create_mlflow_tables, url, str(manifest.mlflow_schema)),
-            must_be_empty=() if again else _MLFLOW_TABLES,
+            must_be_empty=() if replace_mlflow else _MLFLOW_TABLES,
             programs=programs,
         )
         upgrade_mlflow(url)
@@ -298,7 +308,7 @@ def _restore_databases(
         unpacked.folder / archive.STUDIES_DUMP,
         locations.studies,
         create_tables=partial(create_tables, url, manifest.schema, setting=setting),
-        must_be_empty=() if again else _STUDY_TABLES,
+        must_be_empty=() if replace_studies else _STUDY_TABLES,
         programs=programs,
     )
     migrate(url, setting=setting)

@@ -83,13 +83,15 @@ class EventFiles:
         """Write the added events and sync them to disk.
 
         Raises:
-            OSError: the disk is full; nothing was written.
+            OSError: the disk is full, or the file was replaced by a link; nothing was written.
         """
         if not self._events:
             return
-        self._file = self._file or self._make_path()
         data = _serialize([*([] if self._size else [_make_version_event()]), *self._events])
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        path, exclusive = (self._make_path(), os.O_EXCL) if self._file is None else (self._file, 0)
+        # Another user who can write to the folder could place a link to a file of this user.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | exclusive, 0o666)
+        self._file = path
         try:
             append_atomically(descriptor, data, self._size)
             os.fsync(descriptor)

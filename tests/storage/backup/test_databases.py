@@ -28,6 +28,7 @@ from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.database.connect import check_database, open_cursor
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
+from hpsearch.storage.database.schema import RESTORE_SCHEMA
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
@@ -212,6 +213,24 @@ def test_an_interrupted_restore_is_reported_and_repeated(
     storage.engine.dispose()
     with pytest.raises(StorageError, match="is not empty"):
         restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+
+
+def test_a_repeated_restore_into_another_database_of_mlflow_overwrites_nothing(
+    postgres_server: PostgresServer, owner_url: str, empty_database_url: str, other: str, file: Path, home: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    create_mlflow_tables(empty_database_url, "heads")
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", empty_database_url)
+    backup(file, owner_url=owner_url, home=home, files=False, dashboard=DASHBOARD_COMMAND)
+    target = postgres_server.url(other, user=OWNER)
+    execute(target, f"CREATE SCHEMA {RESTORE_SCHEMA}")
+    execute(empty_database_url, "INSERT INTO registered_models (name, workspace) VALUES ('m', 'default')")
+    with pytest.raises(StorageError, match=r"is not empty \(registered models: 1\), and restore"):
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    execute(empty_database_url, f"CREATE SCHEMA {RESTORE_SCHEMA}")
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    for url in (target, empty_database_url):
+        assert execute(url, f"SELECT to_regnamespace('{RESTORE_SCHEMA}')") == [(None,)]
 
 
 def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_path: Path, home: str) -> None:

@@ -337,11 +337,10 @@ RUN, OWN_MODEL = "0123456789abcdef" * 2, "m-" + "0123456789abcdef" * 2
 def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: str, restored: str) -> None:
     """MLflow deletes and writes files at the locations in its database."""
     create_mlflow_tables(empty_database_url, "heads")
-    tables = ("experiments.artifact_location", "runs.artifact_uri", "model_versions.storage_location")
+    tables = ("experiments.artifact_location", "model_versions.storage_location")
     with open_cursor(empty_database_url, application_name="test") as cursor:
         cursor.execute(
             "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', %(l)s);"
-            "INSERT INTO runs (run_uuid, experiment_id, artifact_uri) VALUES ('r', 7, %(l)s);"
             "INSERT INTO registered_models (name, workspace) VALUES ('m', 'default');"
             "INSERT INTO model_versions (name, version, source, storage_location, workspace)"
             " VALUES ('m', 1, 'models:/m-1', %(l)s, 'default');"
@@ -356,3 +355,34 @@ def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: 
             assert cursor.fetchall() == [(restored,)]
         cursor.execute("SELECT source, (SELECT count(*) FROM webhooks) FROM model_versions")
         assert cursor.fetchall() == [("models:/m-1", 0)]
+
+
+OTHER = "f" * 32
+
+
+@pytest.mark.parametrize(
+    ("run_id", "location", "restored"),
+    [
+        (RUN, f"mlflow-artifacts:/7/{RUN}/artifacts", f"7/{RUN}/artifacts"),
+        (RUN, f"/srv/mlflow/7/{RUN}/artifacts", f"7/{RUN}/artifacts"),
+        (RUN, "mlflow-artifacts:/7", f"unknown/{RUN}"),
+        ("7", "mlflow-artifacts:/7", "unknown/7"),
+        ("../7", "mlflow-artifacts:/../7", "unknown/7"),
+        (RUN, f"mlflow-artifacts:/7/{OTHER}/artifacts", f"unknown/{RUN}"),
+        (RUN, f"mlflow-artifacts:/7/{RUN}x/artifacts", f"unknown/{RUN}"),
+        (RUN, "s3://bucket/7", f"unknown/{RUN}"),
+    ],
+)
+def test_a_run_has_a_folder_of_its_own(empty_database_url: str, run_id: str, location: str, restored: str) -> None:
+    """`mlflow gc` deletes the folder of a deleted run."""
+    create_mlflow_tables(empty_database_url, "heads")
+    with open_cursor(empty_database_url, application_name="test") as cursor:
+        cursor.execute(
+            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', 'mlflow-artifacts:/7');"
+            "INSERT INTO runs (run_uuid, experiment_id, artifact_uri) VALUES (%s, 7, %s), (%s, 7, %s);",
+            (run_id, location, OTHER, other := f"mlflow-artifacts:/7/{OTHER}/artifacts"),
+        )
+        restored = f"mlflow-artifacts:/{restored}"
+        assert replace_artifact_locations(cursor) == (location != restored)
+        cursor.execute("SELECT artifact_uri FROM runs ORDER BY run_uuid = %s DESC", (run_id,))
+        assert cursor.fetchall() == [(restored,), (other,)]

@@ -192,6 +192,25 @@ def test_an_event_file_started_on_a_full_disk_begins_with_its_version(
     assert points(tmp_path) == [(0, 0.0, 0.5)]
 
 
+@pytest.mark.parametrize("replaced", ["events", ".lock"])
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path, replaced: str) -> None:
+    def write(step: int) -> None:
+        with files.lock():
+            files.add(make_scalars({"loss/val": 0.5}), step=step, at=0.0)
+            files.flush()
+
+    folder, precious = tmp_path / "0000", tmp_path / "precious"
+    precious.write_text("mine")
+    files = EventFiles(folder)
+    write(0)
+    [path] = folder.glob(f"{replaced}*")
+    path.unlink()
+    path.symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        write(1)
+    assert precious.read_text() == "mine"
+
+
 def test_a_retried_trial_has_its_final_outcome(post: Post, root: Path) -> None:
     first = post.open()
     log(first, [0], end=Outcome.FAILED)
