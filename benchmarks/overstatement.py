@@ -22,7 +22,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,22 +32,23 @@ import matplotlib as mpl
 import numpy as np
 import optuna
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
+from hpsearch import Batch, Dataset, Splits, Standardize, Step, TrainConfig, Trainer, evaluate
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.search_space import TrialProtocol
 from hpsearch.objectives.training.checks.restore_best import RestoredModel
 from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import build_step_function
 from hpsearch.objectives.training.result import FitResult
 from hpsearch.search.finalists.winner import RunScore, estimate_test_score, select_winner
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.ranking import sort_best_first
 
 EPOCHS, TRIALS, TOP, SEEDS = 15, 24, 5, 2
-RESERVE = 100_000
 POINT = 100  # a point is a hundredth of the metric
 
 
@@ -56,6 +57,8 @@ class Small(Objective):
 
     epochs: ClassVar[int] = EPOCHS
     samples: ClassVar[int] = 1000  # per study
+    reserve_size: ClassVar[int] = 100_000
+    is_set_metric: ClassVar[bool] = False  # then the true score is the mean over sets of the size of the validation split
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, study: int = 0) -> None:
@@ -84,7 +87,7 @@ class Small(Objective):
 
     def reserve(self) -> Dataset:
         """Return the samples that no study uses."""
-        x, y, _ = self.drawn(-1, RESERVE)
+        x, y, _ = self.drawn(-1, self.reserve_size)
         return Splits.make(x, y, seed=0, val=0.001, test=0.001, stratify=False).train
 
     def reference(self) -> tuple[FitResult, TrainConfig, Dataset]:
@@ -171,7 +174,87 @@ class Scans(Small):
         return digits.data[rows], digits.target[rows], None
 
 
-OBJECTIVES: dict[str, type[Small]] = {cls.name: cls for cls in (Mixture, Rare, Patients, Scans)}
+class SetMetric:
+    """A metric of a set, which is not a mean over its samples; it depends on the size of the set."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
+        self._compute, self._name = compute, name
+        self.reset()
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self._parts.append((output, target))
+
+    def compute(self) -> dict[str, Tensor]:
+        outputs, targets = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        return {self._name: self._compute(outputs, targets)}
+
+    def reset(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+
+class Retrieval(Mixture):
+    """Embeddings of the samples of `Mixture`; the metric is the share of nearest neighbors of the same class."""
+
+    name: ClassVar[str] = "retrieval"
+    metric = "recall_at_1"
+    direction = "maximize"
+    reserve_size: ClassVar[int] = 20_000
+    is_set_metric: ClassVar[bool] = True
+
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
+        embedded = functional.normalize(model(batch.x), dim=1)
+        similar = embedded @ embedded.T / 0.2
+        other = ~torch.eye(len(embedded), dtype=torch.bool)
+        positive = (batch.y[:, None] == batch.y) & other
+        log_share = similar - similar.masked_fill(~other, -torch.inf).logsumexp(dim=1, keepdim=True)
+        loss = -(log_share * positive).sum(dim=1) / positive.sum(dim=1).clamp(min=1)
+        return Step(loss, outputs=embedded, targets=batch.y)
+
+    def metrics(self, train: Dataset) -> SetMetric:  # noqa: ARG002 part of the protocol
+        def compute(embedded: Tensor, labels: Tensor) -> Tensor:
+            nearest = (embedded @ embedded.T).fill_diagonal_(-2).argmax(dim=1)
+            return (labels[nearest] == labels).double().mean()
+
+        return SetMetric(compute, self.metric)
+
+
+class Generator(Small):
+    """A generator of points in three dimensions; the metric is the sliced Wasserstein distance to the samples."""
+
+    name: ClassVar[str] = "generator"
+    metric = "distance"
+    direction = "minimize"
+    reserve_size: ClassVar[int] = 20_000
+    is_set_metric: ClassVar[bool] = True
+
+    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+        centres = 2 * np.random.default_rng(23).normal(size=(6, 3))
+        rng = np.random.default_rng([29, study + 1])
+        points = centres[rng.integers(6, size=samples)] + 0.3 * rng.normal(size=(samples, 3))
+        return rng.normal(size=(samples, 4)), points.astype(np.float32), None
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        return super().model(config, train)[:-1].append(nn.LazyLinear(3))
+
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
+        made = model(batch.x)
+        apart = torch.cdist(made, batch.y).mean(dim=1)
+        loss = 2 * apart - torch.cdist(made, made).mean(dim=1) - torch.cdist(batch.y, batch.y).mean(dim=1)
+        return Step(loss, outputs=made, targets=batch.y)
+
+    def metrics(self, train: Dataset) -> SetMetric:  # noqa: ARG002 part of the protocol
+        directions = functional.normalize(torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), dim=0)
+
+        def compute(made: Tensor, points: Tensor) -> Tensor:
+            sorted_made, sorted_points = ((part @ directions).sort(dim=0).values for part in (made, points))
+            return (sorted_made - sorted_points).abs().double().mean()
+
+        return SetMetric(compute, self.metric)
+
+
+OBJECTIVES: dict[str, type[Small]] = {
+    cls.name: cls for cls in (Mixture, Rare, Patients, Scans, Retrieval, Generator)
+}
 
 
 @dataclass
@@ -184,7 +267,7 @@ class Finalist:
         truth: score of the search's model on the reserve.
         seeds: best values with new seeds on the study's data split.
         divisions: best values with new seeds on new data splits.
-        scores: cross-fitted scores of the same runs: value, error, and sizes of train, validation and test split.
+        scores: scores of the same runs without optimism: value, error, and sizes of train, validation and test split.
         ease: scores of the reference model above its true score, on the study's validation split and on new ones.
     """
 
@@ -255,8 +338,12 @@ def evaluate_model(
     objective: Objective, config: TrainConfig, result: FitResult, splits: Splits, data: Dataset
 ) -> float:
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    loss = objective.loss(config, splits.train)
-    return evaluate(result.model, data, loss, metrics, batch_size=5000, device="cpu")[objective.metric]
+    step = build_step_function(objective, config, splits, result.model, torch.device("cpu"))
+    size = len(splits.val) if objective.is_set_metric else len(data)
+    rows = torch.arange(len(data)).split(size)
+    parts = [data.take(part) for part in rows if len(part) == size]
+    scores = (evaluate(result.model, part, step, metrics, batch_size=5000, device="cpu") for part in parts)
+    return statistics.fmean(score[objective.metric] for score in scores)
 
 
 def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
@@ -264,9 +351,11 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
     ways: dict[str, list[float]] = {}
     worth: dict[str, list[float]] = {}
     inside, width = [], []
+    maximize = OBJECTIVES[name].direction == "maximize"
+    sign = 1 if maximize else -1
 
     def note(way: str, number: float, finalist: Finalist, *, resplit: bool) -> None:
-        ways.setdefault(way, []).append(POINT * (number - finalist.truth - finalist.ease[resplit]))
+        ways.setdefault(way, []).append(sign * POINT * (number - finalist.truth - finalist.ease[resplit]))
         worth.setdefault(way, []).append(finalist.truth)
 
     for finalists in studies:
@@ -274,10 +363,10 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
         tables = {
             "mean of new seeds": [f.seeds for f in finalists],
             "mean of new splits, at the best epoch": [f.divisions for f in finalists],
-            "mean of new splits, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
+            "mean of new splits, without optimism": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
-            choice = select_winner(dict(enumerate(table)), maximize=True)
+            choice = select_winner(dict(enumerate(table)), maximize=maximize)
             winner = choice.winner
             assert winner is not None
             note(way, statistics.fmean(table[winner]), finalists[winner], resplit=way != "mean of new seeds")
@@ -285,7 +374,7 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
             number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
+        expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=maximize)
         assert expected is not None
         note("expected score", expected.mean, finalists[winner], resplit=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)

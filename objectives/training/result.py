@@ -53,14 +53,17 @@ class ResplitScore:
     """The score of a run on a new split of the data.
 
     Attributes:
-        value: metric from cross-fitting, or metric of the best epoch if the validation samples cannot be halved.
+        value: metric of the best epoch without its optimism.
+        optimism: part of the best epoch's metric that is due to the choice of the epoch; None if unknown, because the
+            validation samples cannot be halved.
         error: standard error of `value` from the validation samples; None if unknown.
-        epochs: epochs (0-based) that the halves selected; empty if `value` is the metric of the best epoch.
+        epochs: epochs (0-based) that the halves of the validation samples selected; empty if `optimism` is None.
         has_new_split: whether the run has a new train/validation split; False if only its seed is new.
         sizes: numbers of training, validation and test samples.
     """
 
     value: float
+    optimism: float | None
     error: float | None
     epochs: tuple[int, ...]
     has_new_split: bool
@@ -68,15 +71,15 @@ class ResplitScore:
 
     def to_record(self) -> dict[str, Any]:
         """Return the score as plain values, for storage."""
-        scores = {"value": self.value, "error": self.error, "epochs": list(self.epochs)}
+        scores = {"value": self.value, "optimism": self.optimism, "error": self.error, "epochs": list(self.epochs)}
         return {**scores, "divided": self.has_new_split, "sizes": list(self.sizes)}
 
     def describe(self, metric: str) -> str:
-        """Describe the score of `metric`, and the epochs from which it was computed, in one line."""
-        if not self.epochs:
+        """Describe the score of `metric`, and how it was computed, in one line."""
+        if self.optimism is None:
             return f"{metric} {self.value:.6g} at the best epoch"
-        selected = " and ".join(str(epoch + 1) for epoch in self.epochs)
-        return f"{metric} {self.value:.6g} by cross-fitting, at epochs {selected}"
+        best = self.value + self.optimism
+        return f"{metric} {self.value:.6g} ({best:.6g} at the best epoch, with an optimism of {self.optimism:.2g})"
 
 
 @dataclass(kw_only=True)

@@ -173,7 +173,7 @@ class TrialTracking:
             best = {f"best_{key}": value for key, value in items if key.startswith("val_") or key in reported}
             best["best_epoch"] = float(result.best_epoch)
             if result.resplit_score is not None:
-                best[f"cross_fitted_val_{self._spec.metric}"] = result.resplit_score.value
+                best[f"debiased_val_{self._spec.metric}"] = result.resplit_score.value
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         if result.resume_note:

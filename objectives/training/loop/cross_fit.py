@@ -1,4 +1,4 @@
-"""Evaluate a run on a new split: cross-fitting of validation halves, and bootstrap standard errors."""
+"""Evaluate a run on a new split: the optimism of the epoch choice, and the standard error of a metric."""
 
 from __future__ import annotations
 
@@ -43,14 +43,20 @@ class Outputs(TypedDict):
 
 
 class HalfSelection(TypedDict):
-    """Epoch (0-based) with the best `value` on one half of the validation samples; score and outputs of the other half.
-
-    `outputs` is None if the outputs are larger than `MAX_OUTPUT_BYTES` or are not tensors.
-    """
+    """Epoch (0-based) with the best `value` on one half of the validation samples, and the `score` of the other half."""
 
     epoch: int
     value: float
     score: float
+
+
+class BestEpoch(TypedDict):
+    """The best value on all validation samples, with the outputs of its epoch.
+
+    `outputs` is None if the outputs are larger than `MAX_OUTPUT_BYTES` or are not tensors.
+    """
+
+    value: float
     outputs: Outputs | None
 
 
@@ -62,7 +68,14 @@ class _Half:
 
 
 class CrossFit:
-    """Cross-fitting: each half of the validation samples selects an epoch, which the other half scores.
+    """Optimism of the best epoch's value, which was selected on the samples that score it.
+
+    Each half of the validation samples selects an epoch, which the other half scores (cross-fitting, Stone 1974,
+    *Journal of the Royal Statistical Society* B 36). The difference of both is the optimism of n / 2 samples. It is
+    proportional to the standard deviation of the values, so the optimism of all n samples is smaller by sqrt(2).
+
+    The scores of the halves themselves are not used: metrics such as recall@k or the Wasserstein distance are
+    properties of a set, and worse or better on a smaller set. This effect cancels in the difference.
 
     Args:
         cut: number of samples in the first half, which come before the samples of the second half.
@@ -91,7 +104,8 @@ class CrossFit:
         self._metrics = metrics
         self._halves: list[_Half] = []
         self.choices: list[HalfSelection | None] = [None, None]
-        self.refused: str | None = None  # reason why a half has no value, and cross-fitting therefore no score
+        self.best: BestEpoch | None = None
+        self.refused: str | None = None  # reason why a half has no value, and the optimism is therefore unknown
 
     def reset(self) -> None:
         """Reset the sums before the validation of an epoch."""
@@ -118,8 +132,8 @@ class CrossFit:
             half.outputs.append(found)
 
     @torch.inference_mode()
-    def update_selection(self, epoch: int) -> None:
-        """Update the selected epoch of each half after the validation of `epoch`."""
+    def update_selection(self, epoch: int, whole: float) -> None:
+        """Update the selected epochs after the validation of `epoch`; `whole` is the value on all samples."""
         try:
             found = {
                 str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
@@ -130,29 +144,35 @@ class CrossFit:
             return
         values = self._ranks.broadcast_object(as_floats(found))
         for number in range(2):
-            value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
-            if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
-                outputs = self._gather(self._halves[1 - number].outputs)
-                self.choices[number] = {"epoch": epoch, "value": value, "score": score, "outputs": outputs}
+            value, before = values[str(number)], self.choices[number]
+            if before is None or self._is_better(value, before["value"]):
+                self.choices[number] = {"epoch": epoch, "value": value, "score": values[str(1 - number)]}
+        if self.best is None or self._is_better(whole, self.best["value"]):
+            self.best = {"value": whole, "outputs": self._gather([half.outputs for half in self._halves])}
         self._halves = []
 
-    def _gather(self, kept: list[Outputs] | None) -> Outputs | None:
+    def _is_better(self, value: float, other: float) -> bool:
+        return math.isnan(other) or self._sign * value > self._sign * other
+
+    def _gather(self, kept: list[list[Outputs] | None]) -> Outputs | None:
         """Return the outputs of all ranks on the CPU, in sample order; None if a rank has discarded its outputs."""
         by_rank = self._ranks.all_gather_object(to_cpu(kept))
-        parts = [outputs for part in by_rank for outputs in part or ()]
-        if not parts or any(part is None for part in by_rank):
+        halves = [half for rank in by_rank for half in rank]
+        parts = [outputs for half in halves for outputs in half or ()]
+        if not parts or any(half is None for half in halves):
             return None
         whole: Outputs = concatenate(parts)
         found: Outputs = index_rows(whole, whole["rows"].argsort())
         return found
 
     @property
-    def score(self) -> float | None:
-        """Mean score of both halves, each at the epoch that the other half selected; None if a score is not finite."""
-        if self.refused is not None:
+    def optimism(self) -> float | None:
+        """By how much the best epoch's value is too high, or too low if lower is better; None if unknown."""
+        choices = [choice for choice in self.choices if choice is not None]
+        if self.refused is not None or len(choices) < 2:
             return None
-        scores = [choice["score"] for choice in self.choices if choice is not None]
-        return math.fsum(scores) / 2 if len(scores) == 2 and all(map(math.isfinite, scores)) else None
+        optimism = math.fsum(choice["value"] - choice["score"] for choice in choices) / 2 / math.sqrt(2)
+        return optimism if math.isfinite(optimism) else None
 
     @property
     def epochs(self) -> list[int]:
@@ -160,26 +180,20 @@ class CrossFit:
         return [choice["epoch"] for choice in self.choices if choice is not None]
 
     def compute_error(self, compute_metric: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
-        """Return the standard error of the score, from the standard errors of both halves; None if unknown.
-
-        For the parameters see `estimate_error`. Here `blocks` covers the samples of both halves.
-        """
-        errors = []
-        for choice in self.choices:
-            if choice is None or (outputs := choice["outputs"]) is None:
-                return None
-            own = None if blocks is None else blocks[outputs["rows"].numpy()]
-            errors.append(estimate_error(compute_metric, to_device(outputs, self._device), own, seed))
-        known = [error for error in errors if error is not None]
-        return math.hypot(*known) / 2 if len(known) == 2 else None
+        """Return the standard error of the best epoch's value; None if unknown. For parameters see `estimate_error`."""
+        if self.best is None or (outputs := self.best["outputs"]) is None:
+            return None
+        own = None if blocks is None else blocks[outputs["rows"].numpy()]
+        return estimate_error(compute_metric, to_device(outputs, self._device), own, seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the selected epochs, and the reason if cross-fitting has no score, as plain values and tensors."""
-        return {"choices": list(self.choices), "refused": self.refused}
+        """Return the selected epochs, and the reason if the optimism is unknown, as plain values and tensors."""
+        return {"choices": list(self.choices), "best": self.best, "refused": self.refused}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self.choices, self.refused = state["choices"], state["refused"]
+        self.best = state.get("best")  # missing in checkpoints of earlier versions
 
 
 def _per_sample(step: Step, rows: range) -> Outputs | None:
@@ -191,39 +205,41 @@ def _per_sample(step: Step, rows: range) -> Outputs | None:
     return {"rows": torch.tensor(rows), "outputs": detach_outputs(step.outputs), "targets": step.targets}
 
 
-BOOTSTRAP_SAMPLES = 100  # this number gives a standard error with a relative error of 7 %
+HALF_SAMPLES = 100  # this number gives a standard error with a relative error of 7 %
 _MIN_BLOCKS = 4  # minimum number of samples or blocks for a standard error
-_MIN_VALUE_SHARE = 0.5  # minimum share of the resamples that have a value
+_MIN_VALUE_SHARE = 0.5  # minimum share of the half-samples that have a value
 
 
 def estimate_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: Rows | None, seed: int) -> float | None:
-    """Return the bootstrap standard error of a value (Efron 1979, *Annals of Statistics* 7); None if undefined.
+    """Return the standard error of a value from random halves of the samples; None if undefined.
+
+    This is the delete-half jackknife (Shao and Wu 1989, *Annals of Statistics* 17): the standard deviation of the
+    values of random halves, without replacement, estimates the standard error of the value of all samples. Unlike a
+    bootstrap, it draws no sample twice: a copy would be the nearest neighbor of its sample in metrics such as recall@k.
 
     Args:
-        value: function that computes the value from samples. Resamples for which it raises an error are skipped, for
-            example resamples with a single class.
+        value: function that computes the value from samples. Halves for which it raises an error are skipped, for
+            example halves with a single class.
         outputs: outputs and targets of the samples.
-        blocks: group number of each sample [n]; groups are resampled together. None treats samples as independent.
-        seed: seed of the resampling.
+        blocks: group number of each sample [n]; groups stay together. None treats samples as independent.
+        seed: seed of the halves.
     """
     rng = np.random.default_rng(seed)
-    numbers = np.arange(len(outputs["rows"])) if blocks is None else blocks
-    order = np.argsort(numbers, kind="stable")
-    _, starts, sizes = np.unique(numbers[order], return_index=True, return_counts=True)
-    if len(starts) < _MIN_BLOCKS:
+    numbers = np.arange(len(outputs["rows"])) if blocks is None else np.unique(blocks, return_inverse=True)[1]
+    n_blocks = int(numbers.max()) + 1
+    if n_blocks < _MIN_BLOCKS:
         return None
     found = []
-    for _ in range(BOOTSTRAP_SAMPLES):
-        drawn = rng.integers(len(starts), size=len(starts))
-        lengths = sizes[drawn]
-        first = np.repeat(starts[drawn] - np.cumsum(lengths) + lengths, lengths)
-        rows = order[first + np.arange(int(lengths.sum()))]
+    for _ in range(HALF_SAMPLES):
+        rows = np.flatnonzero(rng.permutation(n_blocks)[numbers] < n_blocks // 2)
         try:
             found.append(value(index_rows(outputs, torch.from_numpy(rows))))
-        except (ObjectiveError, ValueError, RuntimeError, KeyError):  # the resample lacks data that the metric needs
+        except (ObjectiveError, ValueError, RuntimeError, KeyError):  # the half lacks data that the metric needs
             continue
     finite = [number for number in found if math.isfinite(number)]
-    return statistics.stdev(finite) if len(finite) >= max(2, _MIN_VALUE_SHARE * BOOTSTRAP_SAMPLES) else None
+    if len(finite) < max(2, _MIN_VALUE_SHARE * HALF_SAMPLES):
+        return None
+    return statistics.stdev(finite) * math.sqrt((n_blocks // 2) / (n_blocks - n_blocks // 2))
 
 
 def bind_metric(metric: str, metrics: Metrics, step_function: StepFunction) -> Callable[[Outputs], float] | None:
@@ -256,7 +272,7 @@ class ResplitEvaluation:
         seed: seed of the split.
         has_new_split: whether the train/validation split is new; False if `data()` returns a fixed split.
         sizes: numbers of training, validation and test samples.
-        metrics: a copy of the run's metrics, for resamples.
+        metrics: a copy of the run's metrics, for the standard error.
         rows: order of the validation samples, with the first half first; None if the samples are not halved.
         blocks: group number of each validation sample [n], in the order of `rows`; None if samples are independent.
         cross_fit: evaluation of the halves; None if there are too few samples, or if the samples are a stream.
@@ -271,15 +287,16 @@ class ResplitEvaluation:
     cross_fit: CrossFit | None = None
 
     def score(self, best_value: float, step_function: StepFunction) -> ResplitScore:
-        """Return the cross-fitted score of the run, or the best epoch's value if the samples cannot be halved."""
+        """Return the best epoch's value without its optimism; with it if the samples cannot be halved."""
         cross_fit, error = self.cross_fit, None
-        value = None if cross_fit is None else cross_fit.score
+        optimism = None if cross_fit is None else cross_fit.optimism
         if cross_fit and (compute := bind_metric(cross_fit.metric, self.metrics, step_function)) is not None:
             error = cross_fit.compute_error(compute, self.blocks, self.seed)
         return ResplitScore(
-            value=best_value if value is None else value,
+            value=best_value - (optimism or 0.0),
+            optimism=optimism,
             error=error,
-            epochs=() if cross_fit is None or value is None else tuple(cross_fit.epochs),
+            epochs=() if cross_fit is None or optimism is None else tuple(cross_fit.epochs),
             has_new_split=self.has_new_split,
             sizes=self.sizes,
         )

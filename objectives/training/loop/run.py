@@ -129,7 +129,7 @@ class Run:
             return self.validate()
         cross_fit.reset()
         scores = self.evaluate(self.val, also=cross_fit)
-        cross_fit.update_selection(self.curve.next_epoch)
+        cross_fit.update_selection(self.curve.next_epoch, scores[cross_fit.metric])
         return scores
 
     def evaluate(
