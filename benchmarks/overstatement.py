@@ -58,7 +58,9 @@ class Small(Objective):
     epochs: ClassVar[int] = EPOCHS
     samples: ClassVar[int] = 1000  # per study
     reserve_size: ClassVar[int] = 100_000
-    is_set_metric: ClassVar[bool] = False  # then the true score is the mean over sets of the size of the validation split
+    is_set_metric: ClassVar[bool] = (
+        False  # then the true score is the mean over sets of the size of the validation split
+    )
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, study: int = 0) -> None:
@@ -201,7 +203,7 @@ class Retrieval(Mixture):
     reserve_size: ClassVar[int] = 20_000
     is_set_metric: ClassVar[bool] = True
 
-    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
         embedded = functional.normalize(model(batch.x), dim=1)
         similar = embedded @ embedded.T / 0.2
         other = ~torch.eye(len(embedded), dtype=torch.bool)
@@ -210,7 +212,7 @@ class Retrieval(Mixture):
         loss = -(log_share * positive).sum(dim=1) / positive.sum(dim=1).clamp(min=1)
         return Step(loss, outputs=embedded, targets=batch.y)
 
-    def metrics(self, train: Dataset) -> SetMetric:  # noqa: ARG002 part of the protocol
+    def metrics(self, train: Dataset) -> SetMetric:
         def compute(embedded: Tensor, labels: Tensor) -> Tensor:
             nearest = (embedded @ embedded.T).fill_diagonal_(-2).argmax(dim=1)
             return (labels[nearest] == labels).double().mean()
@@ -236,13 +238,13 @@ class Generator(Small):
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
         return super().model(config, train)[:-1].append(nn.LazyLinear(3))
 
-    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
         made = model(batch.x)
         apart = torch.cdist(made, batch.y).mean(dim=1)
         loss = 2 * apart - torch.cdist(made, made).mean(dim=1) - torch.cdist(batch.y, batch.y).mean(dim=1)
         return Step(loss, outputs=made, targets=batch.y)
 
-    def metrics(self, train: Dataset) -> SetMetric:  # noqa: ARG002 part of the protocol
+    def metrics(self, train: Dataset) -> SetMetric:
         directions = functional.normalize(torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), dim=0)
 
         def compute(made: Tensor, points: Tensor) -> Tensor:
@@ -252,9 +254,7 @@ class Generator(Small):
         return SetMetric(compute, self.metric)
 
 
-OBJECTIVES: dict[str, type[Small]] = {
-    cls.name: cls for cls in (Mixture, Rare, Patients, Scans, Retrieval, Generator)
-}
+OBJECTIVES: dict[str, type[Small]] = {cls.name: cls for cls in (Mixture, Rare, Patients, Scans, Retrieval, Generator)}
 
 
 @dataclass

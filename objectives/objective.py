@@ -177,7 +177,7 @@ class Objective(BaseObjective):
 
     Attributes:
         name: name in studies; the class name by default.
-        metric: the validation metric to optimize: a metric of `metrics()` or `step`, or "loss".
+        metric: the validation metric to optimize: a metric of `metrics()`, `evaluate()` or `step`, or "loss".
         direction: "maximize" or "minimize".
         directions: direction by metric, for a multi-objective study. The first metric is also `metric`, which selects
             the best epoch. The further metrics are validation metrics, metrics of `model_metrics()`, or the built-in
@@ -302,9 +302,30 @@ class Objective(BaseObjective):
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, build_metrics
 
-        if overrides(self, "step") and (self.metric == "loss" or self.metric not in DIRECTIONS):
+        is_own = overrides(self, "step") or overrides(self, "evaluate")
+        if (self.metric not in DIRECTIONS and is_own) or (self.metric == "loss" and overrides(self, "step")):
             return NoMetrics()
         return build_metrics(self.metric, train)
+
+    def evaluate(self, model: nn.Module, part: Dataset, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
+        """Return custom metrics of the model on a whole split by name, for example the quality of generated samples.
+
+        hpsearch calls `evaluate` after each epoch with the validation split, and in `evaluate-test` with the test
+        split. The metrics are reported like those of `metrics()`, and one of them may be `metric`. Random numbers are
+        the same in each call. On several devices, every rank calls `evaluate` with the whole split, and the result of
+        rank 0 counts.
+
+        Args:
+            model: the model that is validated, on its device, in evaluation mode, without gradients.
+            part: the split; `part.batches(size, device)` iterates over it.
+            config: configuration of the trial.
+
+        Example:
+            >>> def evaluate(self, model, part, config):
+            ...     codes = torch.cat([model(batch.x) for batch in part.batches(256)])
+            ...     return {"spread": float(codes.std(dim=0).mean())}
+        """
+        return {}
 
     def model_metrics(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.
@@ -327,14 +348,15 @@ class Objective(BaseObjective):
         """Set the metric that the study optimizes.
 
         Raises:
-            MetricError: the metric is unknown, and the objective overrides neither `metrics` nor `step`.
+            MetricError: the metric is unknown, and the objective overrides none of `metrics`, `evaluate` and `step`.
             ObjectiveError: the direction is wrong for the metric.
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, make_selection_metric_error
 
-        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MODEL_METRICS:
+        is_own = overrides(self, "step") or overrides(self, "evaluate")
+        if not overrides(self, "metrics") and not is_own and metric in MODEL_METRICS:
             raise make_selection_metric_error(metric)
-        if not overrides(self, "metrics") and not (overrides(self, "step") and metric not in DIRECTIONS):
+        if not overrides(self, "metrics") and not (is_own and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is unknown; {suggest_names(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
@@ -346,12 +368,12 @@ class Objective(BaseObjective):
 
         Raises:
             MetricError: a name is neither in the built-in set of `metric` nor a model metric. If the class overrides
-                `metrics`, `step` or `model_metrics`, the first evaluation checks the names instead.
+                `metrics`, `evaluate`, `step` or `model_metrics`, the first evaluation checks the names instead.
         """
         from hpsearch.objectives.training.evaluation.metrics import list_default_metrics
 
         super().set_reported_metrics(names)
-        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "model_metrics"):
+        if any(overrides(self, method) for method in ("metrics", "evaluate", "step", "model_metrics")):
             return
         known = [*list_default_metrics(self.metric), *MODEL_METRICS]
         for name in self.reported:

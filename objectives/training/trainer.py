@@ -327,10 +327,11 @@ class Trainer(BaseTrainer):
         shared = self._shared_result(run.curve, verdict, run.resume_notes, finished=run.is_finished)
         should_report = run.ranks.broadcast_object(self.files.path is not None) and shared["status"] != "stopped"
         train_scores = run.evaluate(run.splits.train) if should_report else None
-        model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
         resplit_score = None
-        if run.resplit_evaluation is not None and shared["status"] == "completed" and run.ranks.is_rank_zero:
-            resplit_score = run.resplit_evaluation.score(best.get("value", math.nan), run.step_function)
+        if run.resplit_evaluation is not None and shared["status"] == "completed":
+            error = run.resplit_evaluation.estimate_error(run.evaluate_rows)
+            resplit_score = run.resplit_evaluation.score(best.get("value", math.nan), error)
+        model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
         return FitResult(
             **shared,
             model=model,

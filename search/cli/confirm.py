@@ -221,5 +221,6 @@ def serve_check(
     if done.weights_only:
         echo(f"score reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
     else:
-        echo("score reproduced in a process without the code of hpsearch and the objective")
+        what = "predictions" if done.scored_by_weights else "score"
+        echo(f"{what} reproduced in a process without the code of hpsearch and the objective")
     return 0

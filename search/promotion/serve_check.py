@@ -19,12 +19,17 @@ from torch import nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import require_model_objective
-from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.training.checks.restore_best import restore_best
+from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, get_eval_batch_size
+from hpsearch.objectives.training.evaluation.evaluate import (
+    EVALUATION_SEED,
+    evaluate,
+    evaluation_mode,
+    get_eval_batch_size,
+)
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function
@@ -33,6 +38,7 @@ from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_isolated
 from hpsearch.search.promotion.model_files import fetch_model, remove_ids
 from hpsearch.search.promotion.sandbox import run_isolated
+from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -46,6 +52,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
+_PREDICTION_TOLERANCE = 1e-4  # relative; the exported program may sum in another order
 _PROCESS_TIMEOUT_SECONDS = 600.0
 
 
@@ -62,6 +69,8 @@ class ServeCheckResult:
         recomputed_value: value of the model's predictions; None if the model could not be loaded or run.
         mismatch: difference between the values, or error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
+        scored_by_weights: whether the value is that of the trial's weights, because `Objective.evaluate` returns the
+            metric; then the model's predictions are compared with those of the weights.
     """
 
     version: Version
@@ -72,6 +81,7 @@ class ServeCheckResult:
     recomputed_value: float | None
     mismatch: str
     weights_only: str = ""
+    scored_by_weights: bool = False
 
 
 def serve_check(
@@ -110,6 +120,7 @@ def serve_check(
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value for the comparison")
     scored: float | None
+    by_weights = False
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as name:
         folder, engine = Path(name), storage.engine
         files = fetch_model(engine, tracking, version, folder, name=reference, allow_code=allow_code)
@@ -120,28 +131,24 @@ def serve_check(
             scored, error = _score_weights(files, objective), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            scored, error = _score_isolated(files, objective, config, splits, folder, allow_code=allow_code)
-    if scored is not None and not abs(scored - value) <= tolerance:  # negated, so that NaN is a difference
-        error = f"the difference {abs(scored - value):.3g} exceeds --tolerance {tolerance:g}{changed}"
-    return ServeCheckResult(version, study.spec.name, number, study.spec.metric, value, scored, error, export_failure)
+            _write_inputs(splits, folder, get_eval_batch_size(config))
+            predictions, error = _predict(files, objective, folder, allow_code=allow_code)
+            scored = None if predictions is None else _score_predictions(predictions, objective, splits, config)
+            if by_weights := scored is None and predictions is not None:
+                weights = BestWeights(study, trial, "the model is not checked")
+                restored = restore_best(objective, weights.read(weights.fetch(tracking, folder)))
+                error = _compare_predictions(predictions or [], restored, get_eval_batch_size(config))
+                scored = restored.validate()[objective.metric]
+    difference = 0.0 if scored is None else abs(scored - value)
+    if not error and not difference <= tolerance:  # negated, so that NaN is a difference
+        error = f"the difference {difference:.3g} exceeds --tolerance {tolerance:g}{changed}"
+    name, metric = study.spec.name, study.spec.metric
+    return ServeCheckResult(version, name, number, metric, value, scored, error, export_failure, by_weights)
 
 
 def _score_weights(files: Path, objective: Objective) -> float:
     """Return the score of a model that was not exported, computed from its checkpoint with the objective's code."""
     return restore_best(objective, checkpoint.read(files / CHECKPOINT_FILE)).validate()[objective.metric]
-
-
-def _score_isolated(
-    files: Path, objective: Objective, config: TrainConfig, splits: Splits, folder: Path, *, allow_code: bool
-) -> tuple[float | None, str]:
-    """Compute the score of a model that a process without this project's code loads.
-
-    Returns:
-        The score, or None if the process failed; and the error, or an empty text.
-    """
-    _write_inputs(splits, folder, get_eval_batch_size(config))
-    predictions, error = _predict(files, objective, folder, allow_code=allow_code)
-    return None if predictions is None else _score_predictions(predictions, objective, splits, config), error
 
 
 def find_version(registry: Registry, reference: str) -> Version:
@@ -244,8 +251,13 @@ class _Replay(nn.Module):
         return next(self._left, None)
 
 
-def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
-    """Return the metric of the predictions for the validation split, computed as in training."""
+def _score_predictions(
+    predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig
+) -> float | None:
+    """Return the metric of the predictions for the validation split, computed as in training.
+
+    The result is None if `Objective.evaluate` returns the metric, because it may call the model with other inputs.
+    """
     rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")
@@ -254,4 +266,18 @@ def _score_predictions(predictions: list[Any], objective: Objective, splits: Spl
     stepping = build_step_function(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
-    return scores[objective.metric]
+    return scores.get(objective.metric) if overrides(objective, "evaluate") else scores[objective.metric]
+
+
+def _compare_predictions(predictions: list[Any], restored: RestoredModel, rows: int) -> str:
+    """Return by how much predictions for the validation split differ from those of the trial's weights, as text."""
+    val, difference = restored.splits.val, 0.0
+    with evaluation_mode(restored.model, torch.device("cpu"), "evaluation"):
+        for number, found in enumerate(predictions):
+            own = restored.call(restored.model, val.inputs(slice(number * rows, (number + 1) * rows)))
+            for (_, one), (_, other) in zip(tensors(found), tensors(own), strict=True):
+                scale = max(float(other.abs().max()), 1.0)
+                difference = max(difference, float((one - other).abs().max()) / scale)
+    if difference <= _PREDICTION_TOLERANCE:
+        return ""
+    return f"the predictions differ from those of the trial's weights by {difference:.3g} of their size"

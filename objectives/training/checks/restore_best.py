@@ -18,7 +18,7 @@ from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFunction
 from hpsearch.objectives.training.loop.prepare import prepare_splits
-from hpsearch.objectives.training.loop.step_functions import build_step_function, get_forward_call
+from hpsearch.objectives.training.loop.step_functions import bind_part_evaluator, build_step_function, get_forward_call
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.objectives.training.serving_module import build_example, make_exportable
@@ -69,6 +69,7 @@ class RestoredModel:
                 batch_size=get_eval_batch_size(self.config),
                 device="cpu",
                 num_workers=self.config.num_workers or 0,
+                evaluate_part=bind_part_evaluator(self.objective, self.config),
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -24,12 +24,23 @@ EVALUATION_SEED = derive_seed("evaluation")  # seed of the random numbers in an 
 
 
 class HalvesEvaluator(Protocol):
-    """Separate evaluation of the first `first_half_size` samples and of the rest. No batch contains samples of both."""
+    """Separate evaluation of the first `first_half_size` samples and of the rest. No batch contains samples of both.
+
+    Attributes:
+        metric: the only metric that is needed.
+    """
 
     first_half_size: int
+    metric: str
 
     def add(self, step: Step, rows: range) -> None:
         """Add the result for the samples at `rows`; the range is empty if they belong to another rank."""
+
+    def add_values(self, values: Sequence[float]) -> None:
+        """Add the value of `metric` for each half, if `Objective.evaluate` returns this metric."""
+
+
+PartEvaluator = Callable[[nn.Module, Dataset], Mapping[str, float]]  # metrics of a whole split by name
 
 
 @contextmanager
@@ -57,6 +68,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
     device: torch.device | str,
     num_workers: int = 0,
     ranks: Ranks = SINGLE_PROCESS,
+    evaluate_part: PartEvaluator | None = None,
     also: HalvesEvaluator | None = None,
 ) -> dict[str, float]:
     """Return the mean loss as "loss", and each metric, over a dataset.
@@ -73,6 +85,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
         device: device of the model.
         num_workers: number of processes that load a dataset which is not in memory.
         ranks: ranks that evaluate together, each a share of the samples, without padding.
+        evaluate_part: function that returns metrics of the whole dataset; every rank calls it.
         also: additional evaluation that receives the result of each batch; None for no additional evaluation.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
@@ -87,7 +100,32 @@ def evaluate(  # noqa: PLR0913 options by keyword
                 metrics.update(found.outputs, found.targets)
             if also is not None:
                 also.add(found, rows)
-        return ranks.broadcast_object(as_floats({**sums.compute(ranks), **metrics.compute()}))
+        values = as_floats({**sums.compute(ranks), **metrics.compute()})
+        if evaluate_part is not None:
+            values |= _evaluate_parts(model, dataset, evaluate_part, device, also, taken=values)
+        return ranks.broadcast_object(values)
+
+
+def _evaluate_parts(
+    model: nn.Module,
+    dataset: Dataset,
+    evaluate_part: PartEvaluator,
+    device: torch.device,
+    also: HalvesEvaluator | None,
+    *,
+    taken: Container[str],
+) -> Mapping[str, float]:
+    """Return the result of `evaluate_part`; if needed, also evaluate the halves, with the same random numbers."""
+    found = evaluate_part(model, dataset)
+    if both := [name for name in found if name in taken]:
+        raise ObjectiveError(f"evaluate() and metrics() both return {both[0]!r}; use different names")
+    if also is not None and also.metric in found:
+        cut, values = also.first_half_size, []
+        for rows in (torch.arange(cut), torch.arange(cut, len(dataset))):
+            with seed_device_temporarily(device, "evaluation"):
+                values.append(evaluate_part(model, dataset.take(rows))[also.metric])
+        also.add_values(values)
+    return found
 
 
 def get_eval_batch_size(config: TrainConfig) -> int:

@@ -23,7 +23,12 @@ from hpsearch.objectives.training.loop.measure_model import ModelMeasurer, apply
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, Run
 from hpsearch.objectives.training.loop.sanity_checks import check_classes, check_epoch, check_ranks, sanity_check
-from hpsearch.objectives.training.loop.step_functions import as_module, build_step_function, get_forward_call
+from hpsearch.objectives.training.loop.step_functions import (
+    as_module,
+    bind_part_evaluator,
+    build_step_function,
+    get_forward_call,
+)
 from hpsearch.objectives.training.loop.steplog import StepLog
 from hpsearch.objectives.training.optimizers.averaging import build_average
 from hpsearch.objectives.training.optimizers.optimizer import (
@@ -121,6 +126,7 @@ def build_run(
         ),
         model=model,
         step_function=step_function,
+        evaluate_part=bind_part_evaluator(objective, config),
         metrics=metrics,
         optimizer=optimizer,
         sam=sam,

@@ -238,7 +238,7 @@ def _validate_mid_epoch(run: Run, epoch: int) -> None:
     every = run.config.validate_every
     if every is not None and run.step % every == 0:
         run.finite_guard.flush()
-        run.steplog.add_scores(epoch, run.step, run.validate(copy.deepcopy(run.metrics)))
+        run.steplog.add_scores(epoch, run.step, run.evaluate(run.val, copy.deepcopy(run.metrics)))
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:

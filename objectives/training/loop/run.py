@@ -15,7 +15,12 @@ from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import BatchSource
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.evaluate import HalvesEvaluator, evaluate, get_eval_batch_size
+from hpsearch.objectives.training.evaluation.evaluate import (
+    HalvesEvaluator,
+    PartEvaluator,
+    evaluate,
+    get_eval_batch_size,
+)
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import StepFunction
 from hpsearch.objectives.training.loop.cross_fit import CrossFit, ResplitEvaluation
@@ -47,6 +52,7 @@ class Run:
         resplit_evaluation: the evaluation of a run on a new split; None for a run on the study's split.
         batch_source: the training batches.
         step_function: function that computes loss and outputs of a batch, with the objective's loss or its `step`.
+        evaluate_part: function that calls `Objective.evaluate`; None if it is not overridden.
         ranks: the processes that train the run together.
         strategy: distributes the model over the ranks.
         measurer: measures the model metrics.
@@ -73,6 +79,7 @@ class Run:
     batch_source: BatchSource
     model: nn.Module
     step_function: StepFunction
+    evaluate_part: PartEvaluator | None
     metrics: Metrics
     optimizer: Optimizer
     sam: SAM | None
@@ -119,21 +126,29 @@ class Run:
         full = self.strategy.full_state_dict(own)
         return {name: tensor.detach().clone() if tensor is own[name] else tensor for name, tensor in full.items()}
 
-    def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
-        """Return loss and metrics of `eval_model` on the validation split; `metrics` None uses the run's metrics."""
-        return self.evaluate(self.val, metrics)
+    def validate(self) -> dict[str, float]:
+        """Return loss and metrics of `eval_model` on the validation split."""
+        return self.evaluate(self.val, evaluate_part=self.evaluate_part)
 
     def validate_epoch(self) -> dict[str, float]:
         """Validate after an epoch; in a run on a new split, also evaluate the two validation halves."""
         if (cross_fit := self.cross_fit) is None:
             return self.validate()
         cross_fit.reset()
-        scores = self.evaluate(self.val, also=cross_fit)
-        cross_fit.update_selection(self.curve.next_epoch, scores[cross_fit.metric])
+        scores = self.evaluate(self.val, evaluate_part=self.evaluate_part, also=cross_fit)
+        cross_fit.update_selection(self.curve.next_epoch)
         return scores
 
+    def evaluate_rows(self, rows: Tensor) -> float:
+        """Return the metric that selects the best epoch, for the validation samples at `rows`."""
+        return self.evaluate(self.val.take(rows), evaluate_part=self.evaluate_part)[self.curve.metric]
+
     def evaluate(
-        self, split: Dataset, metrics: Metrics | None = None, also: HalvesEvaluator | None = None
+        self,
+        split: Dataset,
+        metrics: Metrics | None = None,
+        evaluate_part: PartEvaluator | None = None,
+        also: HalvesEvaluator | None = None,
     ) -> dict[str, float]:
         """Return loss and metrics of `eval_model` on a split; `metrics` None uses the run's metrics."""
         return evaluate(
@@ -145,6 +160,7 @@ class Run:
             device=self.device,
             num_workers=self.config.num_workers or 0,
             ranks=self.ranks,
+            evaluate_part=evaluate_part,
             also=also,
         )
 

@@ -126,8 +126,9 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     """
     batch, output = _evaluate_samples(run, 2)
     y, metric = run.splits.train.y, objective.metric
+    is_built_in = metric in DIRECTIONS and not overrides(objective, "metrics")
     if not isinstance(output, Tensor):
-        if not overrides(objective, "metrics") and metric != "loss":
+        if is_built_in and metric != "loss":
             raise ObjectiveError(
                 f"the model returns a {type(output).__name__}, but {metric} needs a tensor; override metrics(), or "
                 "return a Step with outputs= from step()"
@@ -146,7 +147,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
             f"the model returns {list(output.shape[1:])} outputs per sample, but labels go up to {int(labels.max())}; "
             "add outputs, or set ignore_index of the loss to the label without a class"
         )
-    if not overrides(objective, "metrics") and metric not in ("loss", *list_compatible_metrics(known, output)):
+    if is_built_in and metric not in ("loss", *list_compatible_metrics(known, output)):
         raise make_incompatible_metric_error(metric, known, output)
     _check_pairs(loss, known, output)
 

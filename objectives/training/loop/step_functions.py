@@ -1,7 +1,8 @@
-"""Step functions of a run, built from the objective's loss or from its custom `step`."""
+"""Functions of a run that call the objective: its loss or its custom `step`, and its `evaluate`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.evaluate import PartEvaluator, as_floats
 from hpsearch.objectives.training.evaluation.losses import as_additive_loss
 from hpsearch.objectives.training.evaluation.step import (
     ForwardCall,
@@ -63,6 +65,24 @@ def build_step_function(
         loss = as_module(objective.loss(config, splits.train), "loss")
         loss = as_additive_loss(loss, splits.train.y, splits.val.y).to(device)
     return LossStep(loss, bind_forward(model, splits.val.inputs(slice(0, 2))))
+
+
+def bind_part_evaluator(objective: Objective, config: TrainConfig) -> PartEvaluator | None:
+    """Return a function that calls `Objective.evaluate` and checks its result; None if it is not overridden."""
+    if not overrides(objective, "evaluate"):
+        return None
+    owner = f"{type(objective).__name__}.evaluate"
+
+    def evaluate_part(model: nn.Module, part: Dataset) -> Mapping[str, float]:
+        with wrap_user_errors(owner):
+            found = objective.evaluate(model, part, config)
+            if not isinstance(found, Mapping):
+                raise ObjectiveError(
+                    f"{owner} must return a dict such as {{'distance': 1.5}}, not {type(found).__name__}"
+                )
+            return as_floats(found)
+
+    return evaluate_part
 
 
 def get_forward_call(step_function: StepFunction) -> ForwardCall:

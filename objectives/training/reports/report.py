@@ -109,13 +109,14 @@ def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[s
         lines.append(f"| {name} | {value:.6g} | {other:.6g} | {other - value:+.4g} |")
     if "val_accuracy" in result.best_metrics and (share := compute_majority_share(run.splits.train)) is not None:
         lines.append(f"| share of the largest class | {share:.6g} | {compute_majority_share(run.splits.val):.6g} | |")
-    better = 1 if objective.direction == "maximize" else -1
-    gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
+    # Metrics of `Objective.evaluate` are not measured on the training split.
+    metric, direction = (objective.metric, objective.direction) if objective.metric in train else ("loss", "minimize")
+    gap = (1 if direction == "maximize" else -1) * (train[metric] - val[f"val_{metric}"])
     losses = [record.metrics["val_loss"] for record in result.history]
     rise = losses[-1] - min(losses)
-    limit = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
+    limit = 0.05 if direction == "maximize" else 0.2 * abs(train[metric])
     verdict = "Overfit" if gap > limit else "No large gap"
-    lines += ["", f"{verdict}: {objective.metric} is {gap:+.4g} better in training than in validation."]
+    lines += ["", f"{verdict}: {metric} is {gap:+.4g} better in training than in validation."]
     if rise > 0.1 * abs(losses[-1]):
         lines.append(f"The validation loss ended {rise:.4g} above its minimum; the later epochs overfitted.")
     if rise == 0.0 and len(losses) == run.plan.epochs > 1 and is_falling(losses):

@@ -91,6 +91,15 @@ class Loaded(Sides):
         return classification(2)
 
 
+class Whole(Sides):
+    """A metric of a whole split."""
+
+    metric = "spread"
+
+    def evaluate(self, model, part, config):
+        return {"spread": float(model(part.x).std(dim=0).mean())}
+
+
 RUNS = {
     "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9)),
     "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),
@@ -99,10 +108,11 @@ RUNS = {
     "auroc": (Ranked, UNEVEN),
     "ignored labels": (Ignoring, UNEVEN),
     "own step and metric": (CustomStep, UNEVEN),
+    "whole split": (Whole, UNEVEN),
     "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),
 }
 
-DIVIDED = ("auroc", "own step and metric", "loader", "batches smaller than the ranks")
+DIVIDED = ("auroc", "own step and metric", "whole split", "loader", "batches smaller than the ranks")
 
 
 def train(name):

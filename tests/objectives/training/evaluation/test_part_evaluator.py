@@ -1,0 +1,104 @@
+"""Metrics of a whole split, from `Objective.evaluate`."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpsearch import LocalSession, Objective, ObjectiveError, Splits, Step, TrainConfig
+from hpsearch.objectives.training.checks.restore_best import RestoredModel
+from tests.objectives.training.support import Stopped, Wine, fit, same_result
+
+
+class Points(Objective):
+    """A generator of points; the metric calls the model with its own random inputs."""
+
+    metric = "distance"
+    direction = "minimize"
+    loss_floor = None
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def suggest(self, trial):
+        return TrainConfig()
+
+    def data(self, seed):
+        generator = torch.Generator().manual_seed(1)
+        noise, points = torch.randn(150, 2, generator=generator), torch.randn(150, 2, generator=generator) + 3
+        return Splits.make(noise, points, seed=seed, stratify=False)
+
+    def model(self, config, train):
+        return nn.Linear(2, 2)
+
+    def step(self, model, batch, config):
+        return Step((model(batch.x) - batch.y).square().mean(1))
+
+    def evaluate(self, model, part, config):
+        self.sizes.append(len(part))
+        made = torch.cat([model(torch.randn(batch.size, 2)) for batch in part.batches(7)])
+        return {"distance": (made.mean(0) - part.y.mean(0)).norm()}
+
+
+def test_the_metric_is_reported_per_epoch_and_selects_the_best_epoch():
+    objective = Points()
+    found = fit(objective, epochs=3)
+    values = [record.metrics["val_distance"] for record in found.history]
+    assert (found.best_value, values[found.best_epoch]) == (min(values), min(values))
+    assert objective.sizes == [30] * 4, "before training and after each epoch, on the validation split only"
+    same_result(fit(Points(), epochs=3), found)
+    splits, config = objective.data(0), TrainConfig()
+    restored = RestoredModel(objective, config, splits, found.model)
+    assert restored.validate()["distance"] == found.best_value
+    assert restored.test()["distance"] != found.best_value
+
+
+def test_a_stopped_run_continues_with_the_same_values(tmp_path):
+    whole = fit(Points(), epochs=3)
+    assert fit(Points(), epochs=3, session=Stopped(tmp_path, 0)).status == "stopped"
+    same_result(fit(Points(), epochs=3, session=LocalSession(tmp_path)), whole)
+
+
+def test_a_run_on_a_new_split_has_an_optimism_and_a_standard_error():
+    objective = Points()
+    found = fit(objective, epochs=3, resplit_seed=1)
+    score = found.resplit_score
+    assert score.value == found.best_value - score.optimism
+    assert score.optimism <= 0, "lower is better"
+    assert score.error > 0
+    assert objective.sizes[:7] == [30, 30, 15, 15, 30, 15, 15]
+
+
+class Named(Wine):
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def evaluate(self, model, part, config):
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"accuracy": 1.0}, "evaluate\\(\\) and metrics\\(\\) both return 'accuracy'; use different names"),
+        (0.5, "Named.evaluate must return a dict such as {'distance': 1.5}, not float"),
+        ({"spread": torch.zeros(3)}, "metric 'spread' must be one number, not a tensor"),
+    ],
+)
+def test_a_wrong_result_is_an_error_before_training(found, message):
+    with pytest.raises(ObjectiveError, match=message):
+        fit(Named(found), epochs=1)
+
+
+def test_the_metric_needs_not_be_that_of_the_study():
+    found = fit(Named({"spread": 0.25}), epochs=2)
+    assert [record.metrics["val_spread"] for record in found.history] == [0.25, 0.25]
+    assert found.curve.metric == "accuracy"
+
+
+def test_a_missing_metric_is_an_error_before_training():
+    objective = Named({"spread": 0.25})
+    objective.set_metric("breadth", "maximize")
+    with pytest.raises(ObjectiveError, match="metric 'breadth' is not a metric of Named; "):
+        fit(objective, epochs=1)
