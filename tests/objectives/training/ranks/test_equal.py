@@ -9,6 +9,8 @@ from torch import nn
 from hpsearch import Dataset, Splits, Step, Trainer
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 
+pytestmark = pytest.mark.xdist_group("ranks")  # the tests share runs
+
 
 class Ranked(Sides):
     """Its metric needs all scores at once."""

@@ -21,6 +21,8 @@ from tests.objectives.training.ranks.support import AVERAGED, SHARDED, WideSides
 
 EPOCHS = 2
 
+pytestmark = pytest.mark.xdist_group("ranks")  # the tests share runs
+
 
 class Tied(WideSides):
     """Two layers share a weight, and one parameter is in no layer."""
