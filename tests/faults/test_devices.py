@@ -96,6 +96,7 @@ KILLS_IN_PARTS = [
 ]
 
 
+@pytest.mark.soak
 def test_a_kill_of_any_rank_during_a_sharded_checkpoint_changes_no_result(
     arena: Arena, together_in_parts: dict[int, Values]
 ) -> None:

@@ -47,7 +47,7 @@ def test_no_package_is_built_before_its_hash_is_compared(clone: Clone, tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["torch", "uv"])
+@pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.soak), "uv"])
 def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) -> None:
     """Without uv on PATH, the wrapper downloads the pinned one, and never runs another."""
     (tmp_path / "tools" / "uv").unlink()

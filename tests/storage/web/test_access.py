@@ -309,7 +309,9 @@ def test_credentials_for_another_server_do_not_lock_the_user_out(
         assert reply.status == 200
 
 
-def test_no_auth_needs_no_token_until_auth_is_chosen_again(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_auth_needs_no_token_until_auth_is_chosen_again_and_tokens_are_replaced(
+    own_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from hpsearch.search.services import DASHBOARD_COMMAND
 
     stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=False)
@@ -323,12 +325,7 @@ def test_no_auth_needs_no_token_until_auth_is_chosen_again(own_home: Path, capsy
     assert _request(stack, "mlflow", "GET", "/version")[0] == 401
     assert _request(stack, "dashboard", "GET", "/api/meta")[0] == 401
 
-
-def test_a_new_token_replaces_the_old_one(own_home: Path) -> None:
-    """The way that the documentation describes: delete the file, then `down` and `up`."""
-    from hpsearch.search.services import DASHBOARD_COMMAND
-
-    stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=True)
+    # A new token replaces the old one in the way that the documentation describes.
     old = read_token(own_home)
     _, headers = _request(stack, "mlflow", "GET", f"/?token={old}")
     (own_home / "web-token").unlink()

@@ -237,9 +237,12 @@ def four(tmp_path_factory, alone, two):
     return on_ranks(4, on_four, folder)
 
 
-@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in RUNS), *((4, name) for name in ON_FOUR)])
-def test_fsdp_training_equals_one_process(name, world, alone, two, four):
-    first, *others = two[1] if world == 2 else four
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in RUNS), *(pytest.param(4, name, marks=pytest.mark.soak) for name in ON_FOUR)],
+)
+def test_fsdp_training_equals_one_process(name, world, alone, two, request):
+    first, *others = two[1] if world == 2 else request.getfixturevalue("four")
     expected = alone[1][name]
     numbers, weights = apart(first[name], expected)
     assert numbers < 1e-6, numbers
@@ -294,10 +297,12 @@ def test_a_checkpoint_of_ranks_has_the_format_of_one_process(alone, two):
 
 
 @pytest.mark.parametrize(
-    ("of", "where", "world"), [("two", "after", 1), ("two", "within", 1), *((*r, 4) for r in RESUMED)]
+    ("of", "where", "world"),
+    [("two", "after", 1), ("two", "within", 1), *(pytest.param(*r, 4, marks=pytest.mark.soak) for r in RESUMED)],
 )
-def test_a_stopped_fsdp_run_resumes_on_any_number_of_ranks(of, where, world, alone, two, four, tmp_path):
-    found = resume(copied(two[0] / where, tmp_path / where)) if world == 1 else four[0][of, where]
+def test_a_stopped_fsdp_run_resumes_on_any_number_of_ranks(of, where, world, alone, two, request, tmp_path):
+    ranks = None if world == 1 else request.getfixturevalue("four")
+    found = resume(copied(two[0] / where, tmp_path / where)) if ranks is None else ranks[0][of, where]
     expected = alone[1]["ema"]
     for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
         partly = where == "within" and epoch == 0  # its training metrics cover only the steps after the resume

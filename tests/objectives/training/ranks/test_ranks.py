@@ -164,7 +164,7 @@ def stop_early(ranks, folder):
     return trainer.fit().status
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_run_of_two_ranks_resumes_on_another_number(tmp_path, world):
     assert on_ranks(2, stop_early, tmp_path) == ["stopped", "stopped"]
     found = keep(SINGLE_PROCESS, tmp_path, 4) if world == 1 else on_ranks(world, keep, tmp_path, 4)[0]
