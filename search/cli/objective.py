@@ -222,8 +222,8 @@ def smoke(
 ) -> int:
     """Check that the model can overfit one batch.
 
-    If the loss does not approach zero, the model or the loss has a fault. Exit code 0 if the model overfits the batch,
-    1 otherwise.
+    If the loss does not approach zero, the model or the loss has a fault. Warnings state other signs of faults, such as
+    layers that are not trained. Exit code 0 if the model overfits the batch, 1 otherwise.
     """
     import dataclasses
 
@@ -243,6 +243,8 @@ def smoke(
     details = dataclasses.asdict(result)
     if result.passed:
         echo("smoke test passed: the loss of {samples} samples is below {target:.4g} at lr {lr:g}".format(**details))
+        for sign in result.signs:
+            echo(f"hpsearch: warning: {sign}", err=True)
         return 0
     echo(f"hpsearch: smoke test failed: {result.reason}", err=True)
     return 1

@@ -108,7 +108,9 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
 
 
 def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking | None) -> str | None:
-    """Run the smoke test once per study, with a configuration of the search space; return a warning if it failed.
+    """Run the smoke test once per study, with a configuration of the search space; return a warning or None.
+
+    The warning is that the test failed, or that it passed with signs of faults.
 
     A failure does not end the search, because a search space may contain models that are too small on purpose. The
     result is stored in the study, and the losses are logged to the study's MLflow run, unless `tracking` is None. A
@@ -127,14 +129,18 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
                 for file in sorted(Path(folder).iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)
         study.set_attr(SMOKE_TEST, outcome)
-    if not outcome.startswith("failed"):
+    if not outcome.startswith("failed") and _SIGNS not in outcome:
         return None
     again = format_command("smoke", study.spec.objective)
     return f"warning: smoke test of a random configuration {outcome}; test the default configuration with {again}"
 
 
+_SIGNS = "; but "  # between the result of a passed test and its signs of faults
+
+
 def _format_result(result: SmokeResult) -> str:
     if result.passed:
         losses = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}"
-        return f"passed: one batch of {result.samples} samples fitted, {losses}"
+        signs = "".join(_SIGNS + sign for sign in result.signs)
+        return f"passed: one batch of {result.samples} samples fitted, {losses}{signs}"
     return f"{'undecided' if result.is_undecided else 'failed'}: {result.reason}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpsearch.objectives.training.checks.fault_signs import FaultFinder
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import LazyBatch
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
@@ -43,6 +44,7 @@ class SmokeResult:
         lr: the learning rate with which `losses` were measured.
         reason: reason for the failure in one sentence; empty if the test passed.
         is_undecided: whether the time limit ended the test, so that it neither passed nor failed.
+        signs: signs of faults other than the loss, if the test passed; see `FaultFinder`.
     """
 
     passed: bool
@@ -52,6 +54,7 @@ class SmokeResult:
     lr: float
     reason: str = ""
     is_undecided: bool = False
+    signs: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write `smoke.json` and `smoke.png`."""
@@ -94,7 +97,7 @@ def run_smoke_test(
         tried = _disable_regularization(config, config.lr * factor, samples)
         with make_reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
             run, _ = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
-            found = _overfit(run, samples, steps, deadline, objective.loss_floor)
+            found = _overfit(objective, run, samples, steps, deadline)
         if found.passed:
             return found
         if result is None or found.losses[-1] < result.losses[-1]:
@@ -133,7 +136,7 @@ def _compute_target(first: float, floor: float | None) -> float:
     return floor + (above / 1000 if above > 10 else min(0.01, above / 100))
 
 
-def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float | None) -> SmokeResult:
+def _overfit(objective: Objective, run: Run, samples: int, steps: int, deadline: float) -> SmokeResult:
     for module in run.model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -142,6 +145,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
     pending = LazyBatch(batch.size, lambda: batch)
     run.model.train()  # batch norm must use the statistics of the batch, as in training
+    finder, floor = FaultFinder(objective, run, batch), objective.loss_floor
     set_seed(run.plan.seed, "smoke", "step")
     with torch.no_grad():
         losses = [float(run.step_function(run.model, batch, nullcontext()).loss)]
@@ -169,4 +173,5 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         reason = f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late}, not below {target:.4g}"
         if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
             reason += "; if no model can reach this loss, set loss_floor of the objective"
-    return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason, is_undecided)
+    signs = finder.find() if passed else ()
+    return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason, is_undecided, signs)

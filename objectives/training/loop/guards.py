@@ -65,7 +65,8 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
 
     Raises:
         DeviceMemoryError: the memory of the device is exhausted.
-        ObjectiveError: an operation has no deterministic kernel, which the configuration requires.
+        ObjectiveError: an operation has no deterministic kernel, which the configuration requires; or the loss depends
+            on no trainable parameter.
     """
     try:
         yield
@@ -76,6 +77,11 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
         operation, found, _ = first.partition(" does not have a deterministic implementation")
         if found:
             raise ObjectiveError(f"{operation}{found}; set deterministic=False in the TrainConfig") from error
+        if "does not require grad and does not have a grad_fn" in first:
+            raise ObjectiveError(
+                "the loss depends on no trainable parameter: it is detached, computed without gradients, or all "
+                "parameters are frozen"
+            ) from error
         raise
 
 

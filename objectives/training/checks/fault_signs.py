@@ -1,0 +1,147 @@
+"""Signs of faults in a model, its step or its metrics, which a falling loss does not exclude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import index_rows, tensors
+from hpsearch.objectives.training.evaluation.evaluate import as_floats, evaluation_mode
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.loop.step_functions import get_forward_call
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
+
+_MAX_NAMES = 3  # of parameters in a message
+_TOLERANCE = 1e-3  # relative difference of outputs from which they count as different; kernels depend on the batch size
+
+
+class FaultFinder:
+    """Search for signs of faults, from the state before and after the steps of a smoke test on one batch.
+
+    Args:
+        objective: the objective of the run.
+        run: the run, before the first step.
+        batch: the batch that the run overfits.
+    """
+
+    def __init__(self, objective: Objective, run: Run, batch: Batch) -> None:
+        self._objective, self._run, self._batch = objective, run, batch
+        self._idle = set(self._list_idle_parameters())
+        self._value = self._compute_metric()
+
+    def find(self) -> tuple[str, ...]:
+        """Return the signs after the last step, one sentence each."""
+        signs = (self._find_idle_parameters(), self._find_lost_parameters(), self._find_metric_fault())
+        return tuple(sign for sign in (*signs, self._find_output_fault(), self._find_augment_fault()) if sign)
+
+    def _list_idle_parameters(self) -> Iterator[str]:
+        """Iterate over the names of the trainable parameters that the step does not change."""
+        run = self._run
+        set_seed(run.plan.seed, "smoke", "step")
+        run.model.zero_grad(set_to_none=True)
+        run.step_function(run.model, self._batch, nullcontext()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        frozen = {id(p) for group in run.optimizer.param_groups if group["lr"] == 0 for p in group["params"]}
+        for name, parameter in run.model.named_parameters():
+            has_gradient = parameter.grad is not None and bool(parameter.grad.any())
+            if parameter.requires_grad and (not has_gradient or id(parameter) in frozen):
+                yield name
+        run.model.zero_grad(set_to_none=True)
+
+    def _find_idle_parameters(self) -> str:
+        # A gradient may be zero only at the start, for example behind weights that start at zero.
+        idle = [name for name in self._list_idle_parameters() if name in self._idle]
+        if not idle:
+            return ""
+        shown = ", ".join(idle[:_MAX_NAMES]) + ", ..." * (len(idle) > _MAX_NAMES)
+        return f"training does not change {shown}: the loss does not depend on them, or their lr is 0"
+
+    def _find_lost_parameters(self) -> str:
+        known = {id(module) for module in self._run.model.modules()}
+        for module in self._run.model.modules():
+            for name, value in vars(module).items():
+                members = value.values() if isinstance(value, Mapping) else value
+                if name.startswith("_") or (not isinstance(members, (list, tuple)) and not isinstance(value, Mapping)):
+                    continue
+                lost = [member for member in members if isinstance(member, nn.Module) and id(member) not in known]
+                if any(next(member.parameters(), None) is not None for member in lost):
+                    kind = "ModuleDict" if isinstance(value, Mapping) else "ModuleList"
+                    return f"the layers in {type(module).__name__}.{name} are not trained or saved; use nn.{kind}"
+        return ""
+
+    @torch.no_grad()
+    def _compute_metric(self) -> float | None:
+        """Return the metric of the batch in training mode; None if it has none, or only on a whole split."""
+        run, metric = self._run, self._objective.metric
+        if metric == "loss":
+            return None
+        running = RunningMetrics(run.metrics)
+        set_seed(run.plan.seed, "smoke", "step")
+        running.add(run.step_function(run.model, self._batch, nullcontext()), self._batch.size)
+        try:
+            found = running.compute()
+            return as_floats({metric: found[metric]})[metric] if metric in found else None
+        except Exception:  # of the user's metrics, which may need other samples
+            return None
+
+    def _find_metric_fault(self) -> str:
+        before, after = self._value, self._compute_metric()
+        if before is None or after is None or math.isnan(before) or math.isnan(after):
+            return ""
+        if (after > before) if self._objective.direction == "maximize" else (after < before):
+            return ""
+        name, way = self._objective.metric, self._objective.direction
+        return f"{name} of the batch ({way}) was {before:.4g} and is {after:.4g}, although the loss fell"
+
+    def _find_output_fault(self) -> str:
+        """Compare the outputs of the same samples in different batches."""
+        half, x = self._batch.size // 2, self._batch.x
+        flipped = torch.arange(self._batch.size - 1, -1, -1)
+        if half < 1:
+            return ""
+        try:
+            outputs, again = self._predict(x), self._predict(x, purpose="again")
+            parts, turned = self._predict(index_rows(x, slice(half))), self._predict(index_rows(x, flipped))
+        except Exception:  # the model is called in another way than by its inputs
+            return ""
+        if any(len(output) != self._batch.size for output in (outputs, again, turned)):
+            return ""
+        if torch.equal(outputs, turned) and not torch.equal(outputs[0], outputs[-1]):
+            return "the outputs of the model do not depend on its inputs"
+        if _differ(outputs, again):
+            return ""  # random outputs
+        if _differ(outputs[:half], parts):
+            return "in evaluation mode, the output of a sample depends on the other samples of its batch"
+        return ""
+
+    def _predict(self, x: object, purpose: str = "evaluation") -> Tensor:
+        run = self._run
+        with evaluation_mode(run.model, run.device, purpose):
+            found = [tensor for _, tensor in tensors(get_forward_call(run.step_function)(run.model, x))]
+        return found[0].float()
+
+    def _find_augment_fault(self) -> str:
+        augment = self._objective.augment(self._run.config)
+        if augment is None or not isinstance(self._batch.x, Tensor) or not self._batch.x.is_floating_point():
+            return ""
+        before, after = self._batch.x, augment(self._batch.x.clone())
+        if not isinstance(after, Tensor) or not len(after):
+            return ""
+        if not bool(after.isfinite().all()) and bool(before.isfinite().all()):
+            return "augment() makes inputs that are NaN or infinite"
+        if bool((after == after[:1]).all()) and not bool((before == before[:1]).all()):
+            return "augment() makes all inputs equal"
+        return ""
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    scale = max(float(one.abs().max()), 1e-12)
+    return float((one - other).abs().max()) > _TOLERANCE * scale

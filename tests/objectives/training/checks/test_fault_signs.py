@@ -1,0 +1,203 @@
+"""Broken objectives that pass the smoke test by their loss have signs of their faults; sound ones have none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpsearch import ObjectiveError, Standardize, Step, TrainConfig
+from hpsearch.objectives.training.checks.smoke import run_smoke_test
+from tests.objectives.training.support import Wine
+
+
+class Net(nn.Module):
+    def __init__(self, train):
+        super().__init__()
+        self.scale, self.body, self.head = Standardize.fit(train.x), nn.Linear(13, 32), nn.Linear(32, 3)
+
+    def encode(self, x):
+        return self.body(self.scale(x)).relu()
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+class Sound(Wine):
+    Model = Net
+
+    def suggest(self, trial):
+        return TrainConfig(lr=0.01)
+
+    def model(self, config, train):
+        return self.Model(train)
+
+
+class DetachedBody(Sound):
+    class Model(Net):
+        def forward(self, x):
+            return self.head(self.encode(x).detach())
+
+
+class Unused(Sound):
+    class Model(Net):
+        def forward(self, x):
+            return self.head(functional.pad(self.scale(x), (0, 19)))
+
+
+class LayersInAList(Sound):
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.layers = [nn.Linear(32, 32)]
+
+        def encode(self, x):
+            return self.layers[0](super().encode(x)).relu()
+
+
+class MixedSamples(Sound):
+    class Model(Net):
+        def encode(self, x):
+            codes = super().encode(x)
+            return codes - codes.mean(0)
+
+
+class RandomInputs(Sound):
+    class Model(Net):
+        def encode(self, x):
+            return super().encode(torch.randn_like(x))
+
+
+class LossOfABody(Sound):
+    def step(self, model, batch, config):
+        return Step(model.encode(batch.x).square().mean(1), outputs=model(batch.x))
+
+
+class NegatedLoss(Sound):
+    loss_floor = None
+
+    def step(self, model, batch, config):
+        outputs = model(batch.x)
+        return Step(-functional.cross_entropy(outputs, batch.y, reduction="none"), outputs=outputs)
+
+
+class ConstantMetric(Sound):
+    def metrics(self, train):
+        class Constant:
+            def update(self, output, target):
+                pass
+
+            def compute(self):
+                return {"accuracy": 0.9}
+
+            def reset(self):
+                pass
+
+        return Constant()
+
+
+class FrozenByItsRate(Sound):
+    def parameter_groups(self, model, config):
+        return [{"params": [*model.body.parameters()], "lr": 0.0}, {"params": [*model.head.parameters()]}]
+
+
+class EmptyAugment(Sound):
+    def augment(self, config):
+        return torch.zeros_like
+
+
+class AugmentWithNan(Sound):
+    def augment(self, config):
+        return lambda x: (-x).log()
+
+
+@pytest.mark.parametrize(
+    ("objective", "sign"),
+    [
+        (
+            DetachedBody,
+            "training does not change body.weight, body.bias: the loss does not depend on them, or their lr",
+        ),
+        (Unused, "training does not change body.weight, body.bias"),
+        (FrozenByItsRate, "training does not change body.weight, body.bias"),
+        (LossOfABody, "training does not change head.weight, head.bias"),
+        (LayersInAList, "the layers in Model.layers are not trained or saved; use nn.ModuleList"),
+        (MixedSamples, "in evaluation mode, the output of a sample depends on the other samples of its batch"),
+        (RandomInputs, "the outputs of the model do not depend on its inputs"),
+        (NegatedLoss, "accuracy of the batch (maximize) was "),
+        (ConstantMetric, "accuracy of the batch (maximize) was 0.9 and is 0.9, although the loss fell"),
+        (EmptyAugment, "augment() makes all inputs equal"),
+        (AugmentWithNan, "augment() makes inputs that are NaN or infinite"),
+    ],
+)
+def test_a_broken_objective_has_a_sign_of_its_fault(objective, sign):
+    result = run_smoke_test(objective())
+    assert result.passed, result.reason
+    assert [found for found in result.signs if found.startswith(sign)], result.signs
+
+
+class Frozen(Sound):
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.body.requires_grad_(False)
+
+
+class Noisy(Sound):
+    class Model(Net):
+        def encode(self, x):
+            codes = super().encode(x)
+            return codes + 0.01 * torch.randn_like(codes)
+
+
+class Normalized(Sound):
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.norm = nn.BatchNorm1d(32)
+
+        def encode(self, x):
+            return self.norm(super().encode(x))
+
+
+class ZeroStart(Sound):
+    """The body has no gradient before the first step."""
+
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            nn.init.zeros_(self.head.weight)
+
+
+class Augmented(Sound):
+    def augment(self, config):
+        return lambda x: x + 0.1 * torch.randn_like(x)
+
+
+class Autoencoder(Sound):
+    metric, direction = "loss", "minimize"
+
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.head = nn.Linear(32, 13)
+
+    def step(self, model, batch, config):
+        return Step((model(batch.x) - model.scale(batch.x)).square().mean(1))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("objective", [Sound, Frozen, Noisy, Normalized, ZeroStart, Augmented, Autoencoder])
+def test_a_sound_objective_has_no_signs(objective, seed):
+    result = run_smoke_test(objective(), seed=seed)
+    assert (result.passed, result.signs) == (True, ()), result.reason
+
+
+class NoGradient(Sound):
+    class Model(Net):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+
+def test_a_loss_without_gradients_is_an_error():
+    with pytest.raises(ObjectiveError, match="the loss depends on no trainable parameter: it is detached, "):
+        run_smoke_test(NoGradient())
