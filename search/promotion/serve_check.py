@@ -69,8 +69,8 @@ class ServeCheckResult:
         recomputed_value: value of the model's predictions; None if the model could not be loaded or run.
         mismatch: difference between the values, or error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
-        scored_by_weights: whether the value is that of the trial's weights, because `Objective.evaluate` returns the
-            metric; then the model's predictions are compared with those of the weights.
+        scored_by_weights: whether the value is that of the trial's weights, because the objective overrides `evaluate`,
+            which may call the model with any inputs; then the predictions are compared with those of the weights.
     """
 
     version: Version
@@ -133,12 +133,14 @@ def serve_check(
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
             _write_inputs(splits, folder, get_eval_batch_size(config))
             predictions, error = _predict(files, objective, folder, allow_code=allow_code)
-            scored = None if predictions is None else _score_predictions(predictions, objective, splits, config)
-            if by_weights := scored is None and predictions is not None:
-                weights = BestWeights(study, trial, "the model is not checked")
+            scored = None
+            if predictions is not None and overrides(objective, "evaluate"):
+                by_weights, weights = True, BestWeights(study, trial, "the model is not checked")
                 restored = restore_best(objective, weights.read(weights.fetch(tracking, folder)))
-                error = _compare_predictions(predictions or [], restored, get_eval_batch_size(config))
+                error = _compare_predictions(predictions, restored, get_eval_batch_size(config))
                 scored = restored.validate()[objective.metric]
+            elif predictions is not None:
+                scored = _score_predictions(predictions, objective, splits, config)
     difference = 0.0 if scored is None else abs(scored - value)
     if not error and not difference <= tolerance:  # negated, so that NaN is a difference
         error = f"the difference {difference:.3g} exceeds --tolerance {tolerance:g}{changed}"
@@ -251,13 +253,8 @@ class _Replay(nn.Module):
         return next(self._left, None)
 
 
-def _score_predictions(
-    predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig
-) -> float | None:
-    """Return the metric of the predictions for the validation split, computed as in training.
-
-    The result is None if `Objective.evaluate` returns the metric, because it may call the model with other inputs.
-    """
+def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
+    """Return the metric of the predictions for the validation split, computed as in training."""
     rows = get_eval_batch_size(config)
     if len(predictions) != -(-len(splits.val) // rows):
         return float("nan")
@@ -266,18 +263,22 @@ def _score_predictions(
     stepping = build_step_function(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
-    return scores.get(objective.metric) if overrides(objective, "evaluate") else scores[objective.metric]
+    return scores[objective.metric]
 
 
 def _compare_predictions(predictions: list[Any], restored: RestoredModel, rows: int) -> str:
     """Return by how much predictions for the validation split differ from those of the trial's weights, as text."""
-    val, difference = restored.splits.val, 0.0
+    val, worst = restored.splits.val, torch.zeros(())
+    if len(predictions) != -(-len(val) // rows):
+        return "the predictions differ in number from the samples"
     with evaluation_mode(restored.model, torch.device("cpu"), "evaluation"):
         for number, found in enumerate(predictions):
             own = restored.call(restored.model, val.inputs(slice(number * rows, (number + 1) * rows)))
-            for (_, one), (_, other) in zip(tensors(found), tensors(own), strict=True):
-                scale = max(float(other.abs().max()), 1.0)
-                difference = max(difference, float((one - other).abs().max()) / scale)
-    if difference <= _PREDICTION_TOLERANCE:
+            ours, theirs = ([tensor for _, tensor in tensors(part)] for part in (own, found))
+            if [one.shape for one in ours] != [one.shape for one in theirs]:
+                return "the predictions have other shapes than those of the trial's weights"
+            for one, other in zip(ours, theirs, strict=True):
+                worst = torch.maximum(worst, (one - other).abs().max() / one.abs().max().clamp(min=1))  # NaN stays
+    if bool(worst <= _PREDICTION_TOLERANCE):
         return ""
-    return f"the predictions differ from those of the trial's weights by {difference:.3g} of their size"
+    return f"the predictions differ from those of the trial's weights by {float(worst):.3g} of their size"

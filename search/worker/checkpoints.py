@@ -17,7 +17,13 @@ from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.pointers import read_pointers
-from hpsearch.storage.checkpoints.store import StoredFile, get_checkpoint_path, get_part_path, is_identical
+from hpsearch.storage.checkpoints.store import (
+    StoredFile,
+    get_checkpoint_path,
+    get_part_path,
+    is_checkpoint_path,
+    is_identical,
+)
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
 from hpsearch.storage.trials.claims import Claim
@@ -131,7 +137,7 @@ class TrialCheckpoints:
         """
         self._files.remove_leftovers()
         if self._claim.attempt > 1:
-            self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
+            self._known = self._read_known()
             self._remove_unreferenced()
         for epoch, stored in self._known.items():
             try:
@@ -187,8 +193,14 @@ class TrialCheckpoints:
         """Remove the run directory, and stored files without a pointer, because another attempt owns the trial."""
         self.pending = None
         shutil.rmtree(self._files.run_dir, ignore_errors=True)
-        self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
+        self._known = self._read_known()
         self._remove_unreferenced()
+
+    def _read_known(self) -> dict[int, StoredFile]:
+        """Return the trial's files with a pointer in the database; pointers to other files are not trusted."""
+        pointers = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
+        own = f"{self._folder}/"
+        return {e: f for e, f in pointers.items() if f.path.startswith(own) and is_checkpoint_path(f.path)}
 
     @kill_point("remove checkpoints")
     def delete(self, *, keep_stored: bool = False) -> None:

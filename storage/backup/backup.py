@@ -206,7 +206,7 @@ def _check_target(file: Path, *, force: bool) -> None:
 @contextmanager
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """Yield a new private folder and delete it at the end; first delete such folders that dead processes left."""
-    prefix = f".{name}-"
+    prefix = f".{name}-hpsearch-"
     for folder in parent.glob(f"{glob.escape(prefix)}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 import tenacity
 import torch
 from optuna.trial import TrialState
@@ -136,6 +137,24 @@ def test_a_thawed_attempt_removes_only_its_own_files(study: Study) -> None:
     assert study.files() == ["0000/0000-1.pt", "0000/0001-2.pt", "0000/0002-2.pt"]
     second.commit()
     assert study.attempt(3, machine="c").restore() == 2
+
+
+@pytest.mark.parametrize("path", ["precious.txt", "other-1-abcd/0000/0000-1.pt", "s-1-abcd/0001/0000-1.pt"])
+def test_a_pointer_to_a_file_of_others_is_ignored(folder_study: Study, path: str) -> None:
+    """Worker roles and backups can write any path into the database."""
+    folder_study.attempt(1).epochs(0)
+    precious = Path(folder_study.url.removeprefix("file://"), path)
+    precious.parent.mkdir(parents=True, exist_ok=True)
+    precious.write_text("of others")
+    with folder_study.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE hpsearch_checkpoints SET epoch = epoch + 1"))
+        insert = "INSERT INTO hpsearch_checkpoints VALUES (:trial, :epoch, 1, :path, '', 9)"
+        for epoch in (0, 5):
+            connection.execute(sa.text(insert), {"trial": folder_study.trial_id, "epoch": epoch, "path": path})
+    second = folder_study.attempt(2, machine="b")
+    assert second.restore() == 0
+    second.epochs(1, 2, 3)
+    assert precious.read_text() == "of others"
 
 
 def test_a_commit_with_a_lost_reply_keeps_its_file(study: Study) -> None:

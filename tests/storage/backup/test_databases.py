@@ -243,12 +243,13 @@ def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_
     ):
         with pytest.raises(StorageError, match=said):
             make(tmp_path / name, owner_url, home, force=True)
-    old, young = tmp_path / ".b.tar-old", tmp_path / ".b.tar-young"
-    old.mkdir()
-    young.mkdir()
+    old, young, other = (tmp_path / f".b.tar-{name}" for name in ("hpsearch-old", "hpsearch-young", "of-the-user"))
+    for folder in (old, young, other):
+        folder.mkdir()
     os.utime(old, (0, 0))
+    os.utime(other, (0, 0))
     make(tmp_path / "b.tar", owner_url, home)
-    assert (old.exists(), young.exists()) == (False, True)
+    assert (old.exists(), young.exists(), other.exists()) == (False, True, True)
 
 
 def test_restored_tables_of_an_older_version_are_migrated(
