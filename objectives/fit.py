@@ -14,6 +14,7 @@ from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
+from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import FitResult, RunResult
 from hpsearch.objectives.training.serving_module import build_example
@@ -86,6 +87,7 @@ def rebuild_result(objective: BaseObjective, best: dict[str, Any], history: list
         model=restored.model,
         example=build_example(val),
         call=restored.call,
+        export=bind_export(restored.objective, restored.config),
         split_hash=best["split_hash"],
         val=val,
     )

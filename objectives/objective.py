@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.data.loader import Augment
     from hpsearch.objectives.training.data.samplers import Sampler
     from hpsearch.objectives.training.data.splits import Splits
+    from hpsearch.objectives.training.data.tree import Tree
     from hpsearch.objectives.training.evaluation.metrics import Metrics
     from hpsearch.objectives.training.evaluation.step import Step
 
@@ -326,6 +327,27 @@ class Objective(BaseObjective):
             ...     return {"spread": float(codes.std(dim=0).mean())}
         """
         return {}
+
+    def export(self, model: nn.Module, config: TrainConfig) -> tuple[nn.Module, Tree]:
+        """Return the module to export and serve, and example inputs for it.
+
+        By default, the model is exported with the inputs of the data. Override this method to serve something else: the
+        encoder of an autoencoder, the sampler of a generative model, or a model with postprocessing. `serve-check`
+        compares the outputs of the exported module with those of the same module on this machine.
+
+        Args:
+            model: the model with its best weights, on the CPU, in evaluation mode.
+            config: configuration of the trial.
+
+        Returns:
+            The module, and its inputs: a tensor [n, ...], or a dictionary or tuple of tensors, with n of at least 2.
+            The exported module accepts other n too.
+
+        Example:
+            >>> def export(self, model, config):
+            ...     return model.encoder, torch.zeros(2, 64)
+        """
+        raise NotImplementedError
 
     def model_metrics(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -152,6 +152,7 @@ class FitResult(RunResult):
             may have no weights.
         example: four raw validation inputs on the CPU, for the export of the model.
         call: function that calls the model with a batch of inputs.
+        export: function that returns the module to export; None to export the model itself.
         split_hash: SHA-256 of the split data.
         val: the validation split, on the CPU, on which `best_value` was measured.
         memory: peak bytes of the device's memory; None on a CPU.
@@ -164,6 +165,7 @@ class FitResult(RunResult):
     call: ForwardCall
     split_hash: str
     val: Dataset
+    export: Callable[[nn.Module], ExportableModel] | None = None
     memory: int | None = None
     train_scores: dict[str, float] | None = None
 
@@ -176,6 +178,8 @@ class FitResult(RunResult):
         """Return the model of the best epoch for export.
 
         Raises:
-            ObjectiveError: the inputs of the model are not tensors.
+            ObjectiveError: the inputs of the model are not tensors, or `Objective.export` raised an error.
         """
+        if self.export is not None:
+            return self.export(self.model)
         return ExportableModel(*make_exportable(self.model, self.call, self.example.x), self.example.dynamic_dims)

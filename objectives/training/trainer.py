@@ -21,7 +21,7 @@ from hpsearch.objectives.training.loop.measure_model import get_peak_memory, res
 from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
-from hpsearch.objectives.training.loop.step_functions import get_forward_call
+from hpsearch.objectives.training.loop.step_functions import bind_export, get_forward_call
 from hpsearch.objectives.training.ranked_session import wrap_session
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reports.report import write_report
@@ -337,6 +337,7 @@ class Trainer(BaseTrainer):
             model=model,
             example=build_example(val),
             call=get_forward_call(run.step_function),
+            export=bind_export(self.objective, run.config),
             split_hash=run.identity["split_hash"],
             val=val,
             memory=get_peak_memory(run.device),

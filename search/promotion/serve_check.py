@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import optuna
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import require_model_objective
@@ -131,16 +132,15 @@ def serve_check(
             scored, error = _score_weights(files, objective), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            _write_inputs(splits, folder, get_eval_batch_size(config))
-            predictions, error = _predict(files, objective, folder, allow_code=allow_code)
-            scored = None
-            if predictions is not None and overrides(objective, "evaluate"):
-                by_weights, weights = True, BestWeights(study, trial, "the model is not checked")
+            if by_weights := overrides(objective, "evaluate") or overrides(objective, "export"):
+                weights = BestWeights(study, trial, "the model is not checked")
                 restored = restore_best(objective, weights.read(weights.fetch(tracking, folder)))
-                error = _compare_predictions(predictions, restored, get_eval_batch_size(config))
                 scored = restored.validate()[objective.metric]
-            elif predictions is not None:
-                scored = _score_predictions(predictions, objective, splits, config)
+                error = _check_predictions(files, restored, folder, allow_code=allow_code)
+            else:
+                _write_inputs((tensors(splits.val.inputs(rows)) for rows in _list_batches(splits, config)), folder)
+                predictions, error = _predict(files, objective, folder, allow_code=allow_code)
+                scored = None if predictions is None else _score_predictions(predictions, objective, splits, config)
     difference = 0.0 if scored is None else abs(scored - value)
     if not error and not difference <= tolerance:  # negated, so that NaN is a difference
         error = f"the difference {difference:.3g} exceeds --tolerance {tolerance:g}{changed}"
@@ -216,15 +216,17 @@ def _predict(files: Path, objective: Objective, folder: Path, *, allow_code: boo
     return torch.load(outputs, weights_only=True), ""
 
 
-def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
-    """Write the validation inputs to `folder`, one file per batch of `rows` samples.
+def _list_batches(splits: Splits, config: TrainConfig) -> list[slice]:
+    """Return the rows of the batches in which the validation split is evaluated."""
+    rows = get_eval_batch_size(config)
+    return [slice(start, start + rows) for start in range(0, len(splits.val), rows)]
 
-    All batches together may exceed the memory.
-    """
-    for number, start in enumerate(range(0, len(splits.val), rows)):
-        inputs = tensors(splits.val.inputs(slice(start, start + rows)))
-        parts: dict[str, Any] = {name or predict_isolated.SINGLE_INPUT_KEY: part.numpy() for name, part in inputs}
-        np.savez(folder / f"{number:06d}.npz", **parts)
+
+def _write_inputs(batches: Iterable[Iterable[tuple[str, Tensor]]], folder: Path) -> None:
+    """Write inputs, by name, to `folder`, one file per batch; all batches together may exceed the memory."""
+    for number, batch in enumerate(batches):
+        parts = {name or predict_isolated.SINGLE_INPUT_KEY: part.numpy() for name, part in batch}
+        np.savez(folder / f"{number:06d}.npz", **parts)  # type: ignore[arg-type]  # names of inputs
 
 
 class _Replay(nn.Module):
@@ -255,30 +257,45 @@ class _Replay(nn.Module):
 
 def _score_predictions(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of the predictions for the validation split, computed as in training."""
-    rows = get_eval_batch_size(config)
-    if len(predictions) != -(-len(splits.val) // rows):
+    rows = _list_batches(splits, config)
+    if len(predictions) != len(rows):
         return float("nan")
-    batches = (splits.val.inputs(slice(start, start + rows)) for start in range(0, len(splits.val), rows))
-    replay = _Replay(predictions, batches, objective.name)
+    replay = _Replay(predictions, map(splits.val.inputs, rows), objective.name)
     stepping = build_step_function(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
+    scores = evaluate(replay, splits.val, stepping, metrics, batch_size=get_eval_batch_size(config), device="cpu")
     return scores[objective.metric]
 
 
-def _compare_predictions(predictions: list[Any], restored: RestoredModel, rows: int) -> str:
-    """Return by how much predictions for the validation split differ from those of the trial's weights, as text."""
-    val, worst = restored.splits.val, torch.zeros(())
-    if len(predictions) != -(-len(val) // rows):
-        return "the predictions differ in number from the samples"
-    with evaluation_mode(restored.model, torch.device("cpu"), "evaluation"):
-        for number, found in enumerate(predictions):
-            own = restored.call(restored.model, val.inputs(slice(number * rows, (number + 1) * rows)))
-            ours, theirs = ([tensor for _, tensor in tensors(part)] for part in (own, found))
-            if [one.shape for one in ours] != [one.shape for one in theirs]:
-                return "the predictions have other shapes than those of the trial's weights"
-            for one, other in zip(ours, theirs, strict=True):
-                worst = torch.maximum(worst, (one - other).abs().max() / one.abs().max().clamp(min=1))  # NaN stays
+def _check_predictions(files: Path, restored: RestoredModel, folder: Path, *, allow_code: bool) -> str:
+    """Compare the predictions of an isolated process with those of the trial's weights.
+
+    The inputs are the validation split, or those that `Objective.export` returns.
+
+    Returns:
+        The difference, or the error of the isolated process; empty if the predictions are equal.
+    """
+    model, val = restored.exportable_model(), restored.splits.val
+    batches = [model.inputs]
+    if not overrides(restored.objective, "export"):
+        batches = [list(tensors(val.inputs(rows))) for rows in _list_batches(restored.splits, restored.config)]
+    _write_inputs(batches, folder)
+    predictions, error = _predict(files, restored.objective, folder, allow_code=allow_code)
+    if predictions is None:
+        return error
+    with evaluation_mode(model.module, torch.device("cpu"), "evaluation"):
+        own = [model.module(*(part for _, part in batch)) for batch in batches]
+    return _compare_outputs(predictions, own)
+
+
+def _compare_outputs(predictions: list[Any], own: list[Any]) -> str:
+    """Return by how much predictions differ from the own outputs, as text; empty if they are equal up to rounding."""
+    worst = torch.zeros(())
+    ours, theirs = ([[tensor for _, tensor in tensors(part)] for part in parts] for parts in (own, predictions))
+    if [[one.shape for one in part] for part in ours] != [[one.shape for one in part] for part in theirs]:
+        return "the predictions have other shapes than those of the trial's weights"
+    for one, other in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+        worst = torch.maximum(worst, (one - other).abs().max() / one.abs().max().clamp(min=1))  # NaN stays
     if bool(worst <= _PREDICTION_TOLERANCE):
         return ""
     return f"the predictions differ from those of the trial's weights by {float(worst):.3g} of their size"

@@ -18,7 +18,12 @@ from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFunction
 from hpsearch.objectives.training.loop.prepare import prepare_splits
-from hpsearch.objectives.training.loop.step_functions import bind_part_evaluator, build_step_function, get_forward_call
+from hpsearch.objectives.training.loop.step_functions import (
+    bind_export,
+    bind_part_evaluator,
+    build_step_function,
+    get_forward_call,
+)
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.objectives.training.serving_module import build_example, make_exportable
@@ -47,6 +52,8 @@ class RestoredModel:
 
     def exportable_model(self) -> ExportableModel:
         """Return the model in the form in which it is served."""
+        if (export := bind_export(self.objective, self.config)) is not None:
+            return export(self.model)
         example = build_example(self.splits.val)
         return ExportableModel(*make_exportable(self.model, self.call, example.x), example.dynamic_dims)
 

@@ -1,8 +1,8 @@
-"""Functions of a run that call the objective: its loss or its custom `step`, and its `evaluate`."""
+"""Functions of a run that call the objective: its loss or its custom `step`, `evaluate` and `export`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,6 +23,8 @@ from hpsearch.objectives.training.evaluation.step import (
     bind_forward,
     call_single,
 )
+from hpsearch.objectives.training.result import ExportableModel
+from hpsearch.objectives.training.serving_module import make_exportable
 
 
 class CustomStep:
@@ -83,6 +85,26 @@ def bind_part_evaluator(objective: Objective, config: TrainConfig) -> PartEvalua
             return as_floats(found)
 
     return evaluate_part
+
+
+def bind_export(objective: Objective, config: TrainConfig) -> Callable[[nn.Module], ExportableModel] | None:
+    """Return a function that calls `Objective.export` and checks its result; None if it is not overridden."""
+    if not overrides(objective, "export"):
+        return None
+    owner = f"{type(objective).__name__}.export"
+
+    def export(model: nn.Module) -> ExportableModel:
+        with wrap_user_errors(owner):
+            found = objective.export(model, config)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
+            raise ObjectiveError(f"{owner} must return a module and its example inputs, not {type(found).__name__}")
+        module, x = found
+        wrapped, parts = make_exportable(module.eval(), bind_forward(module, x), x)
+        if not parts or any(part.ndim < 1 or len(part) < 2 for _, part in parts):
+            raise ObjectiveError(f"{owner} must return inputs with at least two samples")
+        return ExportableModel(wrapped, parts, [frozenset({0})] * len(parts))
+
+    return export
 
 
 def get_forward_call(step_function: StepFunction) -> ForwardCall:
