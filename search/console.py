@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from hpsearch.storage.display import escape_controls
+from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
 
 _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
@@ -120,10 +120,10 @@ def format_command(*arguments: str) -> str:
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current step: next to a spinner on a terminal, else as a separate line."""
     if not console.is_terminal:
-        yield console.print
+        yield lambda text: console.print(Text(escape_line(text)))
         return
     with console.status("") as status:
-        yield status.update
+        yield lambda text: status.update(Text(escape_line(text)))  # as a string, it could contain markup
 
 
 class EscapingFormatter(logging.Formatter):

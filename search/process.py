@@ -55,7 +55,7 @@ def report_errors(work: Callable[[], int]) -> int:
         logging.getLogger(__name__).debug("database error", exc_info=True)
         cause, is_unavailable = redact(format_error(error)), is_transient(error)
         fault = f"is unavailable: {cause}" if is_unavailable else f"rejected a statement ({cause}); run hpsearch doctor"
-        print(f"hpsearch: the database {fault}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        print(f"hpsearch: the database {escape_line(fault)}", file=sys.stderr, flush=True)  # noqa: T201 as above
         return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 # Control characters except tab and line feed; invisible and direction-changing characters; separators that some
 # programs treat as line ends; lone surrogates, which cannot be encoded. Joiners of scripts and emoji are allowed.
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\u3164\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _CONTROL_OR_BREAK = re.compile(rf"{_CONTROL.pattern}|[\t\n]")
 _MARKDOWN = re.compile(r"[\\`*\[\]|$~!]|(?<!\w)_|_(?!\w)")  # in a word, an underscore is no markup

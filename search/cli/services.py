@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets as random
 import signal
 import socket
+import stat
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -378,6 +381,12 @@ SECRET_NAMES = (
 
 @register(SERVICES_SECTION)
 def secrets() -> None:
-    """Print a .env file of random passwords for Docker Compose."""
+    """Print a .env file of random passwords for Docker Compose.
+
+    If the output is redirected to a file, the file becomes private (mode 0600).
+    """
+    with contextlib.suppress(OSError, ValueError):  # not a file, or of another user
+        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+            os.fchmod(sys.stdout.fileno(), 0o600)
     for name in SECRET_NAMES:
         echo(f"{name}={random.token_urlsafe(24)}")

@@ -289,8 +289,12 @@ def _format_card(evidence: Evidence, address: str) -> list[str]:
 
 def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
+        verified = f'hpsearch.load_model("{address.removeprefix("models:/")}")'
         call = f'mlflow.pytorch.load_model("{address}")'
-        return f"Load it with {format_markdown_code(call)}."
+        return (
+            f"Load it with {format_markdown_code(verified)}, which verifies its files, or, without hpsearch, with "
+            f"{format_markdown_code(call)}."
+        )
     return (
         f"The model could not be exported ({escape_markdown(evidence.weights_only)}). Load its checkpoint "
         f"`{CHECKPOINT_FILE}` with the objective's code: "

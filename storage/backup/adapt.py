@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -141,6 +142,10 @@ _LOCATIONS = (
     ("trace_tags", "value", "key IN ('mlflow.artifactLocation', 'mlflow.trace.archiveLocation')", "request_id"),
     ("workspaces", "trace_archival_location", "true", "''"),
 )
+_SIZES = """
+    SELECT table_name, column_name, character_maximum_length
+      FROM information_schema.columns WHERE table_schema = current_schema()
+"""
 _ID = "(m-|tr-)?[0-9a-f]{32}"  # of a run, model or trace
 _PROXY = "mlflow-artifacts:/"
 # The path below the folder of all artifacts: EXPERIMENT, or EXPERIMENT/RUN/artifacts/..., also of models and traces.
@@ -158,7 +163,11 @@ def replace_artifact_locations(mlflow: Any) -> int:
         Number of replaced locations.
     """
     replaced = 0
+    mlflow.execute(_SIZES)  # of text columns; the tables of an older schema lack some of the columns
+    sizes = {(table, column): size for table, column, size in mlflow.fetchall()}
     for table, column, condition, owner in _LOCATIONS:
+        if (table, column) not in sizes:
+            continue
         has_own_id = f"{owner} = '' OR {owner} ~ '^{_ID}$' AND strpos({column} || '/', '/' || {owner} || '/') > 0"
         mlflow.execute(
             f"SELECT DISTINCT {owner}, {column}, {has_own_id} FROM {table} WHERE {condition} "  # noqa: S608 constants
@@ -168,7 +177,9 @@ def replace_artifact_locations(mlflow: Any) -> int:
             if is_own and _is_allowed_location(location):
                 continue
             path = _PROXIED_PATH.search(location)
-            new = path["path"] if path and is_own else "/".join(["unknown", *re.findall(r"[\w-]+", owner_id)])
+            new = path["path"] if path and is_own else ""
+            if not new or len(_PROXY + new) > (sizes[table, column] or math.inf):
+                new = "/".join(["unknown", *re.findall(r"[\w-]+", owner_id)])
             mlflow.execute(
                 f"UPDATE {table} SET {column} = %s WHERE {condition} "  # noqa: S608 constants
                 f"AND {column} = %s AND {owner} = %s",
@@ -191,9 +202,17 @@ def _is_allowed_location(location: str) -> bool:
     return True
 
 
-def delete_webhooks(mlflow: Any) -> None:
-    """Delete MLflow's webhooks, which would send events to addresses that the author of the backup has chosen."""
-    mlflow.execute("DELETE FROM webhook_events; DELETE FROM webhooks")
+# Webhooks would send events to addresses that the author of the backup has chosen, and a server that starts continues
+# unfinished jobs and scores traces with its keys of language models.
+_ACTING_TABLES = ("webhook_events", "webhooks", "jobs", "online_scoring_configs")
+
+
+def delete_acting_rows(mlflow: Any) -> None:
+    """Delete the rows that an MLflow server acts on by itself."""
+    for table in _ACTING_TABLES:
+        mlflow.execute("SELECT to_regclass(%s)", (table,))
+        if mlflow.fetchone()[0] is not None:
+            mlflow.execute(f"DELETE FROM {table}")  # noqa: S608 constant names
 
 
 def find_studies_with_unsent_trials(studies: Any) -> list[str]:

@@ -12,12 +12,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup.dumps import count_rows, open_snapshot
-from hpsearch.storage.checkpoints.store import CheckpointStore
+from hpsearch.storage.checkpoints.store import CheckpointStore, is_checkpoint_path
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
@@ -280,14 +280,14 @@ def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple
     with temporary_folder(locations.home, "backup") as folder:
         found: list[tuple[str, Path]] = []
         for (name,) in studies:
-            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+            if not is_checkpoint_path(name):  # any worker can write paths
                 continue
             path = locations.checkpoints / name
             for each in (path, *path.parent.glob(f"{glob.escape(path.name)}.*")):
                 link = folder / str(len(found))
                 try:
                     link_or_copy(each, link)
-                except FileNotFoundError:
+                except (FileNotFoundError, IsADirectoryError):
                     continue  # deleted after the query, or stored at another checkpoint URL
                 found.append((each.relative_to(locations.checkpoints).as_posix(), link))
         yield found

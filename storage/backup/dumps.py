@@ -103,7 +103,7 @@ class Snapshot:
         run_program(
             programs,
             "pg_dump",
-            *("--format=custom", "--no-owner", "--no-privileges"),
+            *("--format=custom", "--no-owner", "--no-privileges", "--no-blobs"),  # any role can create large objects
             *(f"--snapshot={self.name}", f"--file={path}"),
             url=self.url,
         )

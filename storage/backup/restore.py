@@ -15,7 +15,7 @@ from typing import Any
 from hpsearch.redaction import redact
 from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.adapt import (
-    delete_webhooks,
+    delete_acting_rows,
     find_studies_with_unsent_trials,
     mark_restored,
     reconcile_databases,
@@ -290,18 +290,23 @@ def _restore_databases(
     if locations.mlflow is not None:
         progress("restoring MLflow's database")
         url = locations.mlflow.url
+
+        def adapt(cursor: Any) -> None:
+            delete_acting_rows(cursor)
+            if replaced := replace_artifact_locations(cursor):
+                progress(f"replaced {replaced} artifact locations by the artifact proxy of the MLflow server")
+
         left_out += restore_rows(
             unpacked.folder / archive.MLFLOW_DUMP,
             locations.mlflow,
             create_tables=partial(create_mlflow_tables, url, str(manifest.mlflow_schema)),
             must_be_empty=() if replace_mlflow else _MLFLOW_TABLES,
             programs=programs,
+            adapt=adapt,
         )
         upgrade_mlflow(url)
         with open_session(*locations.mlflow) as cursor:
-            delete_webhooks(cursor)
-            if replaced := replace_artifact_locations(cursor):
-                progress(f"replaced {replaced} artifact locations by the artifact proxy of the MLflow server")
+            adapt(cursor)  # the upgrade may have created columns with locations
     progress("restoring the studies")
     url, setting = locations.studies
     left_out += restore_rows(

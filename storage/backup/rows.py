@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpsearch.storage.backup.dumps import open_session, run_program
-from hpsearch.storage.database.schema import REVISION_TABLES
+from hpsearch.storage.database.schema import OPTUNA_VERSION_TABLE, REVISION_TABLES
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError, format_error
 
 # Tables that the migrations fill; their rows are not restored.
-_MIGRATED_TABLES = (*REVISION_TABLES, "version_info")
+_MIGRATED_TABLES = (*REVISION_TABLES, OPTUNA_VERSION_TABLE)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def restore_rows(
     create_tables: Callable[[], None],
     must_be_empty: Sequence[str],
     programs: Binaries,
+    adapt: Callable[[Any], None] = lambda _: None,
 ) -> list[str]:
     """Replace the content of a database with new tables and the rows of a dump.
 
@@ -72,6 +73,7 @@ def restore_rows(
         create_tables: creates the tables of the dump's revision in the cleared database.
         must_be_empty: tables that must not contain any row.
         programs: Postgres installation, at least as new as the installation that wrote the dump.
+        adapt: changes the rows, by a cursor, before they are committed.
 
     Returns:
         Names of the tables in the dump that have rows, and that `create_tables` did not create; they are not restored.
@@ -90,9 +92,11 @@ def restore_rows(
     create_tables()
     with open_session(*database) as cursor:
         try:
-            return _load(cursor, rows)
+            left_out = _load(cursor, rows)
+            adapt(cursor)
         except (psycopg2.DataError, psycopg2.IntegrityError) as error:
             raise StorageError(f"the backup is damaged ({format_error(error)}); give another backup") from None
+    return left_out
 
 
 _COPY = re.compile(rb"COPY \S+?\.(\S+) \((.+)\) FROM stdin;\n")

@@ -13,6 +13,7 @@ from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
+    OPTUNA_VERSION_TABLE,
     OWN_TABLES,
     PARTIAL_RESTORE_QUERY,
     REVISION,
@@ -278,10 +279,11 @@ def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:
         SELECT name, to_regclass(quote_ident(name)) IS NULL,
                CASE WHEN to_regclass(quote_ident(name)) IS NULL THEN ARRAY[]::text[] ELSE
                ARRAY(SELECT right_ FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_
-                     WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
+                     WHERE (right_ = 'SELECT' OR name <> %s)
+                       AND NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
         FROM unnest(%s) AS name
         """,
-        ([*OPTUNA_TABLES, *OWN_TABLES],),
+        (OPTUNA_VERSION_TABLE, [*OPTUNA_TABLES, *OWN_TABLES]),
     )
     return [tuple(row) for row in cursor.fetchall()]
 

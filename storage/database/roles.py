@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
-from hpsearch.storage.database.schema import REVISION_TABLES
+from hpsearch.storage.database.schema import OPTUNA_VERSION_TABLE, REVISION_TABLES
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import DRIVER, normalise_url
 
@@ -119,7 +119,7 @@ def grant_worker(cursor: Any) -> None:
             GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {role};
             ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {role};
             ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {role};
-            REVOKE INSERT, UPDATE, DELETE ON {", ".join(REVISION_TABLES)} FROM {role};
+            REVOKE INSERT, UPDATE, DELETE ON {", ".join((*REVISION_TABLES, OPTUNA_VERSION_TABLE))} FROM {role};
             """
         )
 

@@ -12,6 +12,7 @@ ALEMBIC_TABLE = "alembic_version"
 REVISION = "0011"
 VERSION_TABLE = "hpsearch_alembic_version"
 REVISION_TABLES = (ALEMBIC_TABLE, VERSION_TABLE)
+OPTUNA_VERSION_TABLE = "version_info"  # the version of Optuna that created the tables
 
 # Returns true if the tables have the revisions of this version.
 CURRENT_SCHEMA_QUERY = f"""
@@ -35,7 +36,7 @@ OPTUNA_TABLES = (
     "trial_values",
     "trial_intermediate_values",
     "trial_heartbeats",
-    "version_info",
+    OPTUNA_VERSION_TABLE,
 )
 
 OWN_TABLES = (

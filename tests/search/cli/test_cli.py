@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,15 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
     values = [*printed[0].values(), *printed[1].values()]
     assert len(set(values)) == 2 * len(SECRET_NAMES)
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
+
+
+def test_a_file_of_secrets_is_private(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    with file.open("w") as output:
+        file.chmod(0o644)
+        subprocess.run([sys.executable, "-m", "hpsearch", "secrets"], stdout=output, check=True)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(file.read_text().splitlines()) == len(SECRET_NAMES)
 
 
 def test_another_metric_has_its_own_direction() -> None:

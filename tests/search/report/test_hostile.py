@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 
 import pytest
+import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 from rich.live import Live
@@ -19,7 +21,7 @@ from rich.text import Text
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
-from hpsearch.search.console import PlainConsole, log_to_stderr, plain_table
+from hpsearch.search.console import PlainConsole, log_to_stderr, plain_table, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import report_errors
 from hpsearch.search.promotion.evidence import Evidence, describe_evidence
@@ -29,6 +31,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage import dashboard
 from hpsearch.storage.attributes import ORIGIN, REASON, RUN_URL, STOPPED, TRACKING, WORKER
+from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
 
@@ -110,7 +113,9 @@ def test_a_model_card_has_no_script_links_and_no_html() -> None:
     )  # fmt: skip
     assert not {"\x1b", "\x07", "\x9b"} & set(card)
     assert "](java" not in card.replace(r"\](java", "")
-    assert "<" not in card.replace('`mlflow.pytorch.load_model("models:/a\'<b>/1")`', "")
+    for call in ('hpsearch.load_model("a\'<b>/1")', 'mlflow.pytorch.load_model("models:/a\'<b>/1")'):
+        card = card.replace(f"`{call}`", "")
+    assert "<" not in card
 
 
 def test_the_python_api_escapes_texts_and_returns_web_addresses_only(study: StoredStudy, database_url: str) -> None:
@@ -121,12 +126,31 @@ def test_the_python_api_escapes_texts_and_returns_web_addresses_only(study: Stor
     assert SHOWN in opened.describe_trial(1)
 
 
-def test_error_lines_and_log_lines_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_contain_no_markup() -> None:
+    """A restore shows names of tables from the backup."""
+    output = io.StringIO()
+    for is_terminal in (True, False):
+        with show_steps(PlainConsole(file=output, force_terminal=is_terminal, width=200)) as show_step:
+            show_step(f"the table [link=http://evil.example]x[/link] {TERMINAL}")
+            show_step("[/x]")
+    assert "\x1b]8" not in output.getvalue()
+    assert "\x1b]0" not in output.getvalue()
+    assert "[link=http://evil.example]x[/link]" in output.getvalue()
+
+
+def test_error_lines_and_log_lines_are_escaped(capsys: pytest.CaptureFixture[str], database_url: str) -> None:
     def fail() -> int:
         raise SearchError(f"objective {TERMINAL}\nhpsearch: done")
 
+    def query() -> int:
+        with make_engine(database_url, application_name="test").connect() as connection:
+            connection.execute(sa.text("SELECT CAST(:text AS integer)"), {"text": TERMINAL})
+        return 0
+
     assert report_errors(fail) == 2
     assert capsys.readouterr().err == rf"hpsearch: objective {SHOWN}\nhpsearch: done" + "\n"
+    assert report_errors(query) == 2
+    assert re.fullmatch(rf"hpsearch: the database rejected .*{re.escape(SHOWN)}.*\n", capsys.readouterr().err)
     log_to_stderr(logging.INFO)
     logging.getLogger("test").warning("trial 7: %s", TERMINAL)
     assert capsys.readouterr().err.endswith(f" WARNING trial 7: {SHOWN}\n")

@@ -233,6 +233,15 @@ def test_a_repeated_restore_into_another_database_of_mlflow_overwrites_nothing(
         assert execute(url, f"SELECT to_regnamespace('{RESTORE_SCHEMA}')") == [(None,)]
 
 
+def test_a_worker_cannot_prevent_a_backup(owner_url: str, database_url: str, file: Path, home: str) -> None:
+    """It can create large objects, and write pointers to folders."""
+    fill(database_url, StoredFile("wine-1/0000/0000-1.pt", "0" * 64, 9))
+    Path(home, "checkpoints", "wine-1", "0000", "0000-1.pt").mkdir(parents=True)
+    execute(database_url, "SELECT lo_from_bytea(0, 'x')")
+    execute(database_url, "INSERT INTO hpsearch_checkpoints SELECT trial_id, 7, 1, '.', '', 0 FROM trials LIMIT 1")
+    assert make(file, owner_url, home).manifest.studies == 1
+
+
 def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_path: Path, home: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")

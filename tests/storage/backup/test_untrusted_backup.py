@@ -16,7 +16,7 @@ from optuna.study import StudyDirection
 from hpsearch.search.cli import run_command
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
-from hpsearch.storage.backup.adapt import delete_webhooks, replace_artifact_locations
+from hpsearch.storage.backup.adapt import delete_acting_rows, replace_artifact_locations
 from hpsearch.storage.backup.archive import CHECKPOINTS, STUDIES_DUMP, ArchiveReader, create_archive
 from hpsearch.storage.backup.backup import backup
 from hpsearch.storage.backup.dumps import open_snapshot
@@ -349,7 +349,7 @@ def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: 
             {"l": location},
         )
         assert replace_artifact_locations(cursor) == (0 if location == restored else len(tables))
-        delete_webhooks(cursor)
+        delete_acting_rows(cursor)
         for table, _, column in (name.partition(".") for name in tables):
             cursor.execute(f"SELECT {column} FROM {table}")
             assert cursor.fetchall() == [(restored,)]
@@ -371,6 +371,7 @@ OTHER = "f" * 32
         (RUN, f"mlflow-artifacts:/7/{OTHER}/artifacts", f"unknown/{RUN}"),
         (RUN, f"mlflow-artifacts:/7/{RUN}x/artifacts", f"unknown/{RUN}"),
         (RUN, "s3://bucket/7", f"unknown/{RUN}"),
+        (RUN, f"/srv/7/{RUN}/artifacts/{'x' * 150}", f"unknown/{RUN}"),  # too long for the column with the prefix
     ],
 )
 def test_a_run_has_a_folder_of_its_own(empty_database_url: str, run_id: str, location: str, restored: str) -> None:

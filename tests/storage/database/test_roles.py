@@ -159,6 +159,8 @@ def test_a_worker_can_harm_only_its_own_login(
         "SET ROLE hpsearch_worker",
         "CREATE TABLE mine (id int)",
         "ALTER TABLE trials DISABLE TRIGGER ALL",
+        "UPDATE version_info SET schema_version = 99",
+        "UPDATE alembic_version SET version_num = 'x'",
     ):
         with connect(urls.owner_url, application_name="victim"), pytest.raises(psycopg2.errors.InsufficientPrivilege):
             _execute(ann, forbidden)
