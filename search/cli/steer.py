@@ -151,6 +151,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     from hpsearch.search.api.opening import open_study
     from hpsearch.search.errors import SearchError
     from hpsearch.search.study.trust import read_code
+    from hpsearch.storage.display import escape_line
 
     study, _ = open_study(name, where)
     reference = study.spec.objective
@@ -160,7 +161,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
     named = " and ".join([str(code.file), *study.external_settings])
-    if not yes and not confirm(f"may hpsearch use {named} as you?"):
+    if not yes and not confirm(f"may hpsearch use {escape_line(named)} as you?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
     study.trust_code(code)
