@@ -117,7 +117,7 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
 def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
     """Return the best epoch of a run, counted from 0.
 
-    For a run with a cross-fitted score, return the best epoch according to each half of the validation data.
+    For a run whose validation samples were halved, return the best epoch according to each half.
     """
     if epochs := run.user_attrs.get(RESPLIT_SCORE, {}).get("epochs"):
         return list(epochs)

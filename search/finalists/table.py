@@ -40,8 +40,8 @@ class FinalistRow:
     Attributes:
         trial: number of the trial in the search.
         search_value: value in the search, which has selection bias.
-        values: value per new seed, which is cross-fitted if each seed has a new split; None if the value is missing. In
-            a multi-objective study, this and the other fields up to `scores` refer to the first metric.
+        values: value per new seed, without the optimism of the epoch choice; None if the value is missing. In a
+            multi-objective study, this and the other fields up to `scores` refer to the first metric.
         mean: mean of the existing values; None if all are missing.
         spread: sample standard deviation (n - 1) of the existing values; None if fewer than two exist.
         missing_reasons: per seed, why the value is missing; None if the value exists.
@@ -238,7 +238,7 @@ def _find_front_trials(rows: Sequence[FinalistRow], maximize: Sequence[bool]) ->
 def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: WinnerSelection) -> ExpectedScore | None:
     runs = {row.trial: [run for run in row.scores if run is not None] for row in rows if row.is_complete}
     if any(len(found) < len(rows[0].values) for found in runs.values()):
-        return None  # a set of an earlier version without cross-fitted scores, or a custom loop
+        return None  # a set of an earlier version without scores of runs, or a custom loop
     declared = study.attrs.get(BOUNDS)
     bounds = None
     if declared is not None:

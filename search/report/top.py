@@ -156,8 +156,8 @@ class EpochRate:
         return (epochs - before) / (seconds - begin) if seconds > begin else None
 
 
-def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str:
-    """Return the counts of trials and the best trial as text.
+def format_counts(progress: Progress, metric: str | None, best_suffix: str = "") -> str:
+    """Return the counts of trials and the best trial as text; only the counts if `metric` is None.
 
     Example: ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting; best accuracy 0.9 (trial 3)``.
     """
@@ -165,10 +165,11 @@ def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str
     best = "none yet"
     if progress.best_value is not None:
         best = f"{metric} {progress.best_value:.6g} (trial {progress.best_number}){best_suffix}"
-    return (
+    counts = (
         f"{progress.summary}{progress.early_stop_note}: {progress.complete} complete, {progress.pruned} pruned, "
-        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
+        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}"
     )
+    return counts if metric is None else f"{counts}; best {best}"
 
 
 def format_rate(epochs_per_second: float | None, eta_seconds: float | None) -> str:

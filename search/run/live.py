@@ -88,6 +88,8 @@ class LiveView:
             self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
 
     def _counts(self, progress: Progress) -> str:
+        if self._spec.finalists_of is not None:
+            return format_counts(progress, None)  # the runs are compared when all have ended
         several = f", first of {len(self._spec.direction_by_metric)} metrics" if self._spec.is_multi_objective else ""
         return format_counts(progress, self._spec.metric, several)
 

@@ -101,8 +101,8 @@ class FinalistsOf(Options):
         top: requested number of finalists; `trials` may have fewer.
         trials: numbers of the finalists in the search, best first.
         seeds: training seeds, the same for all finalists; different from those of the search.
-        divisions: whether each seed has a new train/validation split and a cross-fitted score; False for finalist
-            studies of earlier versions, which had no new splits.
+        divisions: whether each seed has a new train/validation split; False for finalist studies of earlier versions,
+            which had no new splits.
         refit: number of epochs of a refit study; None for a finalist study.
     """
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
+from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.trials.history import Progress, RunningTrial
 from tests.factories import spec_of
@@ -50,6 +51,18 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def html(thing: Any) -> str:
     """Return the representation that IPython displays."""
     return str(thing._repr_mimebundle_((), ())["text/html"])
+
+
+def test_runs_of_finalists_have_no_best_trial(tmp_path: Path) -> None:
+    """Their numbers are not those of the trials in the search."""
+    output = io.StringIO()
+    of = FinalistsOf(study="s", study_id=1, top=1, trials=[7], seeds=[1, 2])
+    spec = spec_of(name="none").model_copy(update={"finalists_of": of})
+    fleet = Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with LiveView(Console(file=output, width=200), spec, fleet) as shown:
+        shown.update(progress(complete=1))
+    assert "1/4 trials: 1 complete" in output.getvalue()
+    assert "best" not in output.getvalue()
 
 
 def test_a_notebook_view_is_updated_in_place(cells: list[list[str]], tmp_path: Path) -> None:
