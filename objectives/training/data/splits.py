@@ -97,7 +97,7 @@ class Splits:
         seed: int,
         val: float = 0.2,
         test: float = 0.2,
-        stratify: bool = True,
+        stratify: Any = True,
         groups: Any | None = None,
         times: Any | None = None,
         load: Callable[[Tensor], Tensor] | None = None,
@@ -119,8 +119,9 @@ class Splits:
             seed: the study's seed.
             val: share of the validation split.
             test: share of the test split.
-            stratify: keep the class proportions in each split, if y contains class labels and `groups` is None.
+            stratify: True to keep the class proportions in each split, if y contains class labels and `groups` is None.
                 Integers that are not exactly 0 to k - 1 and are too rare to stratify are treated as numeric values.
+                Alternatively, other categories [n] whose proportions to keep, such as the hospital of each sample.
             groups: group of each sample [n], such as a patient. No group is in two splits, and `val` and `test` are
                 shares of the groups.
             times: time of each sample [n], numbers or datetimes. The earliest samples are for training, the latest for
@@ -143,14 +144,17 @@ class Splits:
             return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))
         classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
-        labels = data.y.numpy() if stratify and classes and groups is None else None
+        labels = data.y.numpy() if stratify is True and classes and groups is None else None
+        is_given = not isinstance(stratify, bool)
+        if is_given:
+            labels = _number_categories(stratify, len(data), groups)
         grouped = None if groups is None else np.asarray(groups)
         try:
             parts = _draw_rows(rows, val, test, labels, grouped, seed)
         except ObjectiveError as error:
             if labels is None:
                 raise
-            if _are_classes(labels):
+            if is_given or _are_classes(labels):
                 raise ObjectiveError(f"{error}; use stratify=False to ignore the classes") from error
             parts = _draw_rows(rows, val, test, None, grouped, seed)
         parts = [np.sort(part) for part in parts]
@@ -206,6 +210,18 @@ class Splits:
                 raise ObjectiveError(
                     f"the {name} labels are in [{int(y.min())}, {int(y.max())}], but must be in [0, {classes - 1}]"
                 )
+
+
+def _number_categories(categories: Any, samples: int, groups: Any | None) -> Rows:
+    """Return the number of the category of each sample [n], from any values [n]."""
+    if groups is not None:
+        raise ObjectiveError("groups and categories for stratify cannot be combined; remove one of them")
+    given = np.asarray(categories)
+    if given.shape != (samples,):
+        raise ObjectiveError(
+            f"stratify has the shape {list(given.shape)}; give one category for each of {samples} samples"
+        )
+    return np.asarray(np.unique(given, return_inverse=True)[1])
 
 
 def _draw_rows(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:

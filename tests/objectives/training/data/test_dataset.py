@@ -13,6 +13,21 @@ def _make(seed=0, n=100, **kwargs):
     return Splits.make(rng.normal(size=(n, 3)), np.arange(n) % 4, seed=seed, **kwargs)
 
 
+def test_splits_keep_the_proportions_of_given_categories():
+    hospitals = np.array(["a"] * 80 + ["b"] * 20)
+    splits = Splits.make(torch.randn(100, 2), torch.randn(100), seed=0, stratify=hospitals)
+    shares = [float(np.mean(hospitals[part.rows.numpy()] == "b")) for _, part in splits.parts()]
+    assert shares == pytest.approx([0.2, 0.2, 0.2], abs=1e-6)
+    with pytest.raises(
+        ObjectiveError, match=r"stratify has the shape \[3\]; give one category for each of 100 samples"
+    ):
+        Splits.make(torch.randn(100, 2), torch.randn(100), seed=0, stratify=[1, 2, 3])
+    with pytest.raises(ObjectiveError, match="groups and categories for stratify cannot be combined"):
+        Splits.make(torch.randn(100, 2), torch.randn(100), seed=0, stratify=hospitals, groups=hospitals)
+    with pytest.raises(ObjectiveError, match="least populated class"):
+        Splits.make(torch.randn(100, 2), torch.randn(100), seed=0, stratify=["c", *hospitals[1:]])
+
+
 @pytest.mark.parametrize("how", [{}, {"stratify": False}, {"groups": np.arange(100) // 5}])
 def test_a_split_is_a_pure_function_of_data_and_seed(how):
     made = []
