@@ -111,6 +111,12 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def format_number(value: float, digits: int = 4) -> str:
+    """Return a number with some significant digits and its whole integer part: ``29162``, not ``2.916e+04``."""
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
 def format_command(*arguments: str) -> str:
     """Return an hpsearch command line as the user types it: quoted, and with the name of the wrapper script, if any."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])

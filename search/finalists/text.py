@@ -6,7 +6,7 @@ import statistics
 
 from rich.table import Table
 
-from hpsearch.search.console import plain_table, pluralize
+from hpsearch.search.console import format_number, plain_table, pluralize
 from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_set, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import sort_best_first
@@ -98,8 +98,8 @@ def _make_front_table(study: StoredStudy, found: Finalists) -> Table:
     numbers = ("trial", *(word for name in study.spec.direction_by_metric for word in (name, "retrained")))
     table = plain_table(*numbers, "", right=numbers)
     for row in rank_finalists(study, found):
-        means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.search_values)
-        pairs = zip((f"{value:.4g}" for value in row.search_values), means, strict=True)
+        means = [format_number(mean) for mean in row.means] or ["-"] * len(row.search_values)
+        pairs = zip((format_number(value) for value in row.search_values), means, strict=True)
         table.add_row(str(row.trial), *(cell for pair in pairs for cell in pair), format_verdict(study, found, row))
     return table
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from hpsearch.search.console import pluralize
+from hpsearch.search.console import format_number, pluralize
 from hpsearch.search.finalists.refit import list_promotions
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
@@ -269,7 +269,7 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
                 "spread": "" if row.spread is None else f"{row.spread:.4f}",
                 "optimism": "" if over is None else f"{over:+.4f}",
                 "values": format_run_values(row),
-                "others": [f"{mean:.4g}" for mean in row.means[1:]],
+                "others": [format_number(mean) for mean in row.means[1:]],
                 "verdict": format_verdict(study, found, row),
             }
         )

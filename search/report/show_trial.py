@@ -8,7 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from hpsearch.search.console import plain_table
+from hpsearch.search.console import format_number, plain_table
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.report.show import forecast_trials, format_promotions
 from hpsearch.search.report.trials import find_waiting_reasons
@@ -123,7 +123,7 @@ def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
     for step, value in sorted(trial.intermediate_values.items()):
         reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
         values = [value, *others.get(step, [])[1:]]
-        table.add_row(str(step + 1), *(f"{each:.6g}" for each in values), *([reached] if rungs else []))
+        table.add_row(str(step + 1), *(format_number(each, 6) for each in values), *([reached] if rungs else []))
     return table
 
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpsearch.search.console import plain_table
+from hpsearch.search.console import format_number, plain_table
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
@@ -164,7 +164,7 @@ def format_counts(progress: Progress, metric: str | None, best_suffix: str = "")
     paused = f", {progress.paused} paused" if progress.paused else ""
     best = "none yet"
     if progress.best_value is not None:
-        best = f"{metric} {progress.best_value:.6g} (trial {progress.best_number}){best_suffix}"
+        best = f"{metric} {format_number(progress.best_value, 6)} (trial {progress.best_number}){best_suffix}"
     counts = (
         f"{progress.summary}{progress.early_stop_note}: {progress.complete} complete, {progress.pruned} pruned, "
         f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}"

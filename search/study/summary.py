@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import pluralize
+from hpsearch.search.console import format_number, pluralize
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.ranking import find_pareto_front, is_feasible
@@ -22,7 +22,9 @@ _MAX_LISTED = 12  # maximum number of trials of the Pareto front in the text
 def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
     """Return a trial's values as text: ``accuracy 0.9871, latency_ms 1.92``."""
     values = trial.values or ()
-    return ", ".join(f"{name} {value:.4g}" for name, value in zip(spec.direction_by_metric, values, strict=False))
+    return ", ".join(
+        f"{name} {format_number(value)}" for name, value in zip(spec.direction_by_metric, values, strict=False)
+    )
 
 
 def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:
@@ -44,7 +46,7 @@ def format_front(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     """Return the Pareto front as lines of text: a title, and one line per trial, in the given order."""
     lines = [f"Pareto front: {pluralize(len(front), 'trial')}"]
     rows = [("trial", *spec.direction_by_metric)]
-    rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MAX_LISTED]]
+    rows += [(str(trial.number), *(format_number(value, 6) for value in trial.values)) for trial in front[:_MAX_LISTED]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if len(front) > _MAX_LISTED:
@@ -140,7 +142,7 @@ def summarise(study: StoredStudy) -> Summary:
 
 def format_value(value: object) -> str:
     """Return a parameter's value as text for a table. Floats have four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def format_seconds(seconds: float) -> str:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
+from hpsearch.search.console import format_number
 from hpsearch.search.report.top import StudyStatus, render_status
 from hpsearch.storage.trials.history import Progress
 from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerIdentity, WorkerRow
@@ -36,3 +37,11 @@ def test_the_columns_of_ended_trials_fit_with_long_reasons(width: int) -> None:
     assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
     assert "median pruner" in rows[0]
     assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(29162.0, "29162"), (-123456.7, "-123457"), (0.98765, "0.9877"), (1.234e-5, "1.234e-05"), (1e20, "1e+20")],
+)
+def test_numbers_keep_their_integer_part(value: float, text: str) -> None:
+    assert format_number(value) == text
