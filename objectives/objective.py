@@ -312,18 +312,20 @@ class Objective(BaseObjective):
         """Return custom metrics of the model on a whole split by name, for example the quality of generated samples.
 
         hpsearch calls `evaluate` after each epoch with the validation split, and in `evaluate-test` with the test
-        split. The metrics are reported like those of `metrics()`, and one of them may be `metric`. Random numbers are
-        the same in each call. On several devices, every rank calls `evaluate` with the whole split, and the result of
-        rank 0 counts.
+        split. The metrics are reported like those of `metrics()`, and one of them may be `metric`. Each call starts
+        with the same random seed; draw random numbers on the CPU, because `serve-check` repeats them there. Do not
+        change the model. On several devices, every rank calls `evaluate`, and hpsearch uses the result of rank 0.
 
         Args:
             model: the model that is validated, on its device, in evaluation mode, without gradients.
-            part: the split; `part.batches(size, device)` iterates over it.
+            part: the split; `part.batches(size, device)` iterates over it. In finalist runs, also halves of the
+                validation split: two after each epoch, and random ones at the end.
             config: configuration of the trial.
 
         Example:
             >>> def evaluate(self, model, part, config):
-            ...     codes = torch.cat([model(batch.x) for batch in part.batches(256)])
+            ...     device = next(model.parameters()).device
+            ...     codes = torch.cat([model(batch.x) for batch in part.batches(256, device)])
             ...     return {"spread": float(codes.std(dim=0).mean())}
         """
         return {}

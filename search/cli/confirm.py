@@ -174,6 +174,8 @@ def promote(
         echo(line)
     if done.unconfirmed_reason:
         echo(f"version {done.version} is marked as unconfirmed: {done.unconfirmed_reason}")
+    if done.not_exported:
+        echo(f"version {done.version} has a checkpoint, because the model could not be exported: {done.not_exported}")
     if done.can_serve_check:
         echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
@@ -214,13 +216,14 @@ def serve_check(
     echo(f"{done.version.model} version {done.version.number} is from trial {done.trial} of study {done.study}")
     echo(f"recorded score    val {done.metric} {done.recorded_value:.9g}")
     if done.recomputed_value is not None:
-        echo(f"recomputed score  val {done.metric} {done.recomputed_value:.9g}")
+        by_weights = " (from the trial's weights)" if done.scored_by_weights else ""
+        echo(f"recomputed score  val {done.metric} {done.recomputed_value:.9g}{by_weights}")
     if done.mismatch:
         echo(f"score not reproduced: {done.mismatch}")
         return 1
     if done.weights_only:
         echo(f"score reproduced with the objective's code, as the model cannot be exported ({done.weights_only})")
     else:
-        what = "predictions" if done.scored_by_weights else "score"
+        what = "outputs of the exported model" if done.scored_by_weights else "score"
         echo(f"{what} reproduced in a process without the code of hpsearch and the objective")
     return 0

@@ -127,7 +127,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
         margin = (
-            "with one seed, any difference" if found.tie_margin is None else f"a difference of {found.tie_margin:.4f}"
+            "with one seed, any difference" if found.tie_margin is None else f"differences up to {found.tie_margin:.4f}"
         )
         rule = "lower trial number" if any(found.get_row(t).mean == row.mean for t in found.tie) else "better mean"
         lines.append(f"tied with {tied} ({margin} may be chance); the {rule} wins")

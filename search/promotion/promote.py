@@ -39,6 +39,7 @@ class PromotionResult:
         alias: alias of the version.
         old_version: version to which the alias pointed before; None if it pointed to no version or to this version.
         unconfirmed_reason: why the choice of the trial is not confirmed; empty if the choice is confirmed.
+        not_exported: why the version has a checkpoint instead of an exported model; empty if the model was exported.
         can_serve_check: whether `serve-check` can evaluate the model, which requires the data hash of the trial.
         is_new_model: whether this call made the model from the best checkpoint.
     """
@@ -49,6 +50,7 @@ class PromotionResult:
     alias: str
     old_version: int | None
     unconfirmed_reason: str
+    not_exported: str
     can_serve_check: bool
     is_new_model: bool
 
@@ -141,6 +143,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         alias=alias,
         old_version=replaced.number if replaced else None,
         unconfirmed_reason=evidence.unconfirmed,
+        not_exported=evidence.weights_only,
         can_serve_check=bool(evidence.data_sha256),
         is_new_model=made,
     )

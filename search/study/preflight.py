@@ -18,6 +18,7 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_tes
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.leakage import KINDS, find_leaks
 from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -58,7 +59,11 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     if not isinstance(objective, Objective):
         return  # a custom loop has no parts that could run separately
     with name_setting_of_metric(objective, spec):
-        build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
+        run, _ = build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
+    if (export := bind_export(objective, config)) is not None:
+        with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
+            exported = export(run.model.eval())
+            exported.module(*(part for _, part in exported.inputs))
 
 
 def find_data_leaks(objective: BaseObjective, spec: StudySpec) -> dict[str, str]:

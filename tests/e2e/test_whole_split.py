@@ -28,7 +28,9 @@ def test_all_commands_agree_on_a_metric_of_a_whole_split(cli: Cli) -> None:
     cli("promote", name, "--model", model)
     served = cli("serve-check", f"{model}@champion")
     assert re.findall(r"score +val distance (\S+)", served) == [f"{value:.9g}"] * 2
-    assert "predictions reproduced in a process without the code of hpsearch and the objective" in served
+    assert (
+        "outputs of the exported model reproduced in a process without the code of hpsearch and the objective" in served
+    )
 
     mlflow.set_tracking_uri(cli.stack.tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{model}@champion")

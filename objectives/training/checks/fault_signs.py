@@ -1,4 +1,4 @@
-"""Signs of faults in a model, its step or its metrics, which a falling loss does not exclude."""
+"""Signs of faults in a model, its step or its metrics, which a falling loss does not rule out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import index_rows, tensors
 from hpsearch.objectives.training.evaluation.evaluate import as_floats, evaluation_mode
+from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATION
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.step_functions import get_forward_call
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
+_IDEAL_VALUES = {**dict.fromkeys((*CLASSIFICATION, *BINARY, "r2"), 1.0), "rmse": 0.0, "mae": 0.0}
 _MAX_NAMES = 3  # of parameters in a message
 _TOLERANCE = 1e-3  # relative difference of outputs from which they count as different; kernels depend on the batch size
 
@@ -36,10 +38,11 @@ class FaultFinder:
         self._idle = set(self._list_idle_parameters())
         self._value = self._compute_metric()
 
-    def find(self) -> tuple[str, ...]:
-        """Return the signs after the last step, one sentence each."""
-        signs = (self._find_idle_parameters(), self._find_lost_parameters(), self._find_metric_fault())
-        return tuple(sign for sign in (*signs, self._find_output_fault(), self._find_augment_fault()) if sign)
+    def find(self, *, is_fitted: bool) -> tuple[str, ...]:
+        """Return the signs after the last step, one sentence each; the metric counts only if the loss fell enough."""
+        signs = (self._find_idle_parameters(), self._find_lost_parameters(), self._find_output_fault())
+        metric_sign = self._find_metric_fault() if is_fitted else ""
+        return tuple(sign for sign in (*signs, metric_sign, self._find_augment_fault()) if sign)
 
     def _list_idle_parameters(self) -> Iterator[str]:
         """Iterate over the names of the trainable parameters that the step does not change."""
@@ -60,7 +63,7 @@ class FaultFinder:
         if not idle:
             return ""
         shown = ", ".join(idle[:_MAX_NAMES]) + ", ..." * (len(idle) > _MAX_NAMES)
-        return f"training does not change {shown}: the loss does not depend on them, or their lr is 0"
+        return f"the batch does not train {shown}: the loss does not depend on them, or their lr is 0"
 
     def _find_lost_parameters(self) -> str:
         known = {id(module) for module in self._run.model.modules()}
@@ -70,7 +73,7 @@ class FaultFinder:
                 if name.startswith("_") or (not isinstance(members, (list, tuple)) and not isinstance(value, Mapping)):
                     continue
                 lost = [member for member in members if isinstance(member, nn.Module) and id(member) not in known]
-                if any(next(member.parameters(), None) is not None for member in lost):
+                if any(parameter.requires_grad for member in lost for parameter in member.parameters()):
                     kind = "ModuleDict" if isinstance(value, Mapping) else "ModuleList"
                     return f"the layers in {type(module).__name__}.{name} are not trained or saved; use nn.{kind}"
         return ""
@@ -95,6 +98,8 @@ class FaultFinder:
         if before is None or after is None or math.isnan(before) or math.isnan(after):
             return ""
         if (after > before) if self._objective.direction == "maximize" else (after < before):
+            return ""
+        if after == before == _IDEAL_VALUES.get(self._objective.metric):  # such as a batch with a single class
             return ""
         name, way = self._objective.metric, self._objective.direction
         return f"{name} of the batch ({way}) was {before:.4g} and is {after:.4g}, although the loss fell"

@@ -44,7 +44,7 @@ class SmokeResult:
         lr: the learning rate with which `losses` were measured.
         reason: reason for the failure in one sentence; empty if the test passed.
         is_undecided: whether the time limit ended the test, so that it neither passed nor failed.
-        signs: signs of faults other than the loss, if the test passed; see `FaultFinder`.
+        signs: signs of faults other than the loss; see `FaultFinder`.
     """
 
     passed: bool
@@ -168,10 +168,11 @@ def _overfit(objective: Objective, run: Run, samples: int, steps: int, deadline:
                 break
     passed = not reason and losses[-1] <= target
     is_undecided = not passed and not reason and step + 1 < steps
+    signs = () if reason else finder.find(is_fitted=passed)
     if not passed and not reason:
         late = " (time limit)" if is_undecided else ""
         reason = f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late}, not below {target:.4g}"
-        if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0]:
+        if floor == 0 and losses[-1] < (1 - _MIN_FALL) * losses[0] and not signs:
             reason += "; if no model can reach this loss, set loss_floor of the objective"
-    signs = finder.find() if passed else ()
+        reason += "".join(f"; {sign}" for sign in signs)
     return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason, is_undecided, signs)

@@ -236,10 +236,11 @@ class Dataset:
         y = index_rows(self.y, rows)
         return Batch(x, y, len(next(tensors(y))[1]))
 
-    def batches(self, size: int, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Iterate over all samples in order, in batches of `size` samples on a device."""
+    def batches(self, size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
+        """Iterate over all samples in order, in batches of `size` samples; None does not move them to a device."""
         for start in range(0, len(self), size):
-            yield self.batch(slice(start, start + size)).to(torch.device(device))
+            batch = self.batch(slice(start, start + size))
+            yield batch if device is None else batch.to(torch.device(device))
 
     def inputs(self, rows: Tensor | slice) -> Tree:
         """Return the model's inputs at `rows`."""

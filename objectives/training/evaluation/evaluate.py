@@ -36,6 +36,9 @@ class HalvesEvaluator(Protocol):
     def add(self, step: Step, rows: range) -> None:
         """Add the result for the samples at `rows`; the range is empty if they belong to another rank."""
 
+    def refuse(self, reason: str) -> None:
+        """Note why the halves have no value of `metric`."""
+
     def add_values(self, values: Sequence[float]) -> None:
         """Add the value of `metric` for each half, if `Objective.evaluate` returns this metric."""
 
@@ -116,14 +119,19 @@ def _evaluate_parts(
     taken: Container[str],
 ) -> Mapping[str, float]:
     """Return the result of `evaluate_part`; if needed, also evaluate the halves, with the same random numbers."""
-    found = evaluate_part(model, dataset)
+    with seed_device_temporarily(device, "evaluation"):
+        found = evaluate_part(model, dataset)
     if both := [name for name in found if name in taken]:
-        raise ObjectiveError(f"evaluate() and metrics() both return {both[0]!r}; use different names")
+        raise ObjectiveError(f"evaluate() returns {both[0]!r}, which is already a metric; use another name")
     if also is not None and also.metric in found:
         cut, values = also.first_half_size, []
         for rows in (torch.arange(cut), torch.arange(cut, len(dataset))):
             with seed_device_temporarily(device, "evaluation"):
-                values.append(evaluate_part(model, dataset.take(rows))[also.metric])
+                try:
+                    values.append(evaluate_part(model, dataset.take(rows))[also.metric])
+                except (ObjectiveError, KeyError) as error:  # the metric may need more samples
+                    also.refuse(str(error))
+                    return found
         also.add_values(values)
     return found
 
@@ -199,6 +207,10 @@ def as_floats(values: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         ObjectiveError: a value is not a scalar.
     """
+    if wrong := [name for name, value in values.items() if value is None or isinstance(value, str)]:
+        raise ObjectiveError(f"metric {wrong[0]!r} must be a number, not {values[wrong[0]]!r}")
+    if not values:
+        return {}
     tensors = {name: torch.as_tensor(value).double() for name, value in values.items()}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:

@@ -94,6 +94,10 @@ class CrossFit:
         if rows and step.outputs is not None:
             half.metrics.update(step.outputs, step.targets)
 
+    def refuse(self, reason: str) -> None:
+        """Note why the halves have no value; the optimism is unknown then."""
+        self.refused = reason.partition("\n")[0]
+
     def add_values(self, values: Sequence[float]) -> None:
         """Add the value of the metric for each half, from `Objective.evaluate`."""
         for half, value in zip(self._halves, values, strict=True):
@@ -105,7 +109,7 @@ class CrossFit:
         try:
             found = {str(number): self._compute_value(half) for number, half in enumerate(self._halves)}
         except (ObjectiveError, ValueError, KeyError) as error:  # a half may lack a class that the metric needs
-            self.refused = str(error).partition("\n")[0]
+            self.refuse(str(error))
             return
         values = self._ranks.broadcast_object(as_floats(found))
         for number in range(2):

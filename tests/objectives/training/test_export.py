@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from hpsearch import ObjectiveError
+from hpsearch.search.study.preflight import check_objective_code
+from tests.factories import spec_of
 from tests.objectives.training.support import Wine, fit
 
 
@@ -46,3 +48,20 @@ class Named(Wine):
 def test_a_wrong_result_is_an_error(found, message):
     with pytest.raises(ObjectiveError, match=message):
         fit(Named(found), epochs=1).exportable_model()
+
+
+class Narrow(Wine):
+    def export(self, model, config):
+        return model, torch.zeros(2, 12)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (Named(nn.Linear(2, 2)), "Named.export must return a module"),
+        (Narrow(), "Narrow.export: .*must match the size|shapes"),
+    ],
+)
+def test_a_wrong_export_is_an_error_before_the_study_exists(objective, message):
+    with pytest.raises(ObjectiveError, match=message):
+        check_objective_code(objective, spec_of(name="none"))

@@ -115,11 +115,11 @@ class AugmentWithNan(Sound):
     [
         (
             DetachedBody,
-            "training does not change body.weight, body.bias: the loss does not depend on them, or their lr",
+            "the batch does not train body.weight, body.bias: the loss does not depend on them, or their lr",
         ),
-        (Unused, "training does not change body.weight, body.bias"),
-        (FrozenByItsRate, "training does not change body.weight, body.bias"),
-        (LossOfABody, "training does not change head.weight, head.bias"),
+        (Unused, "the batch does not train body.weight, body.bias"),
+        (FrozenByItsRate, "the batch does not train body.weight, body.bias"),
+        (LossOfABody, "the batch does not train head.weight, head.bias"),
         (LayersInAList, "the layers in Model.layers are not trained or saved; use nn.ModuleList"),
         (MixedSamples, "in evaluation mode, the output of a sample depends on the other samples of its batch"),
         (RandomInputs, "the outputs of the model do not depend on its inputs"),
@@ -190,6 +190,47 @@ class Autoencoder(Sound):
 def test_a_sound_objective_has_no_signs(objective, seed):
     result = run_smoke_test(objective(), seed=seed)
     assert (result.passed, result.signs) == (True, ()), result.reason
+
+
+class WithTeacher(Sound):
+    """A frozen copy that is no part of the model."""
+
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.teachers = [nn.Linear(13, 3).requires_grad_(False)]
+
+
+class SingleClass(Sound):
+    """The accuracy of the batch is 1 before the first step."""
+
+    def metrics(self, train):
+        class Perfect:
+            def update(self, output, target):
+                pass
+
+            def compute(self):
+                return {"accuracy": 1.0}
+
+            def reset(self):
+                pass
+
+        return Perfect()
+
+
+@pytest.mark.parametrize("objective", [WithTeacher, SingleClass])
+def test_intended_and_undecided_cases_have_no_signs(objective):
+    assert run_smoke_test(objective()).signs == ()
+
+
+def test_signs_replace_the_hint_of_a_failed_test():
+    class NotFitted(DetachedBody):
+        loss_floor = -1.0
+
+    result = run_smoke_test(NotFitted(), steps=50)
+    assert not result.passed
+    assert "; the batch does not train body.weight, body.bias: " in result.reason
+    assert "set loss_floor" not in result.reason
 
 
 class NoGradient(Sound):

@@ -81,9 +81,10 @@ class Named(Wine):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"accuracy": 1.0}, "evaluate\\(\\) and metrics\\(\\) both return 'accuracy'; use different names"),
+        ({"accuracy": 1.0}, "evaluate\\(\\) returns 'accuracy', which is already a metric; use another name"),
         (0.5, "Named.evaluate must return a dict such as {'distance': 1.5}, not float"),
         ({"spread": torch.zeros(3)}, "metric 'spread' must be one number, not a tensor"),
+        ({"spread": "good"}, "metric 'spread' must be a number, not 'good'"),
     ],
 )
 def test_a_wrong_result_is_an_error_before_training(found, message):
@@ -102,3 +103,18 @@ def test_a_missing_metric_is_an_error_before_training():
     objective.set_metric("breadth", "maximize")
     with pytest.raises(ObjectiveError, match="metric 'breadth' is not a metric of Named; "):
         fit(objective, epochs=1)
+
+
+class Large(Points):
+    """The metric needs more samples than half of the validation split has."""
+
+    def evaluate(self, model, part, config):
+        if len(part) < 20:
+            raise ValueError("too few samples")
+        return super().evaluate(model, part, config)
+
+
+def test_a_metric_that_halves_cannot_have_is_that_of_the_best_epoch():
+    found = fit(Large(), epochs=2, resplit_seed=1)
+    score = found.resplit_score
+    assert (score.value, score.optimism, score.error) == (found.best_value, None, None)
