@@ -290,15 +290,16 @@ def _check_predictions(files: Path, restored: RestoredModel, folder: Path, *, al
 
 def _compare_outputs(predictions: list[Any], own: list[Any]) -> str:
     """Return a message with the largest relative difference; empty if the outputs are equal up to rounding."""
-    worst = torch.zeros(())
-    ours, theirs = ([[tensor for _, tensor in tensors(part)] for part in parts] for parts in (own, predictions))
-    if [[one.shape for one in part] for part in ours] != [[one.shape for one in part] for part in theirs]:
+    max_difference = torch.zeros(())
+    expected, found = ([[tensor for _, tensor in tensors(part)] for part in parts] for parts in (own, predictions))
+    if [[one.shape for one in part] for part in expected] != [[one.shape for one in part] for part in found]:
         return "the outputs of the exported model have other shapes than those of the trial's weights"
-    for one, other in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
-        worst = torch.maximum(worst, (one - other).abs().max() / one.abs().max().clamp(min=1))  # NaN stays
-    if bool(worst <= _PREDICTION_TOLERANCE):
+    for one, other in zip(itertools.chain(*expected), itertools.chain(*found), strict=True):
+        difference = (one - other).abs().max() / one.abs().max().clamp(min=1)
+        max_difference = torch.maximum(max_difference, difference)  # unlike max(), keeps NaN
+    if bool(max_difference <= _PREDICTION_TOLERANCE):
         return ""
     return (
         f"the outputs of the exported model differ from those of the trial's weights (relative difference "
-        f"{float(worst):.3g}, tolerance {_PREDICTION_TOLERANCE:g})"
+        f"{float(max_difference):.3g}, tolerance {_PREDICTION_TOLERANCE:g})"
     )

@@ -35,17 +35,17 @@ class FaultFinder:
 
     def __init__(self, objective: Objective, run: Run, batch: Batch) -> None:
         self._objective, self._run, self._batch = objective, run, batch
-        self._idle = set(self._list_idle_parameters())
+        self._without_gradient = set(self._list_parameters_without_gradient())
         self._value = self._compute_metric()
 
     def find(self, *, is_fitted: bool) -> tuple[str, ...]:
         """Return the signs after the last step, one sentence each; the metric counts only if the loss fell enough."""
-        signs = (self._find_idle_parameters(), self._find_lost_parameters(), self._find_output_fault())
+        signs = (self._find_untrained_parameters(), self._find_unregistered_layers(), self._find_output_fault())
         metric_sign = self._find_metric_fault() if is_fitted else ""
         return tuple(sign for sign in (*signs, metric_sign, self._find_augment_fault()) if sign)
 
-    def _list_idle_parameters(self) -> Iterator[str]:
-        """Iterate over the names of the trainable parameters that the step does not change."""
+    def _list_parameters_without_gradient(self) -> Iterator[str]:
+        """Iterate over the names of the trainable parameters without a gradient, or with lr 0."""
         run = self._run
         set_seed(run.plan.seed, "smoke", "step")
         run.model.zero_grad(set_to_none=True)
@@ -57,30 +57,32 @@ class FaultFinder:
                 yield name
         run.model.zero_grad(set_to_none=True)
 
-    def _find_idle_parameters(self) -> str:
+    def _find_untrained_parameters(self) -> str:
         # A gradient may be zero only at the start, for example behind weights that start at zero.
-        idle = [name for name in self._list_idle_parameters() if name in self._idle]
-        if not idle:
+        untrained = [name for name in self._list_parameters_without_gradient() if name in self._without_gradient]
+        if not untrained:
             return ""
-        shown = ", ".join(idle[:_MAX_NAMES]) + ", ..." * (len(idle) > _MAX_NAMES)
+        shown = ", ".join(untrained[:_MAX_NAMES]) + ", ..." * (len(untrained) > _MAX_NAMES)
         return f"the batch does not train {shown}: the loss does not depend on them, or their lr is 0"
 
-    def _find_lost_parameters(self) -> str:
+    def _find_unregistered_layers(self) -> str:
         known = {id(module) for module in self._run.model.modules()}
         for module in self._run.model.modules():
             for name, value in vars(module).items():
-                members = value.values() if isinstance(value, Mapping) else value
-                if name.startswith("_") or (not isinstance(members, (list, tuple)) and not isinstance(value, Mapping)):
+                members = list(value.values()) if isinstance(value, Mapping) else value
+                if name.startswith("_") or not isinstance(members, (list, tuple)):
                     continue
-                lost = [member for member in members if isinstance(member, nn.Module) and id(member) not in known]
-                if any(parameter.requires_grad for member in lost for parameter in member.parameters()):
+                unregistered = [
+                    member for member in members if isinstance(member, nn.Module) and id(member) not in known
+                ]
+                if any(parameter.requires_grad for member in unregistered for parameter in member.parameters()):
                     kind = "ModuleDict" if isinstance(value, Mapping) else "ModuleList"
                     return f"the layers in {type(module).__name__}.{name} are not trained or saved; use nn.{kind}"
         return ""
 
     @torch.no_grad()
     def _compute_metric(self) -> float | None:
-        """Return the metric of the batch in training mode; None if it has none, or only on a whole split."""
+        """Return the metric of the batch in training mode; None if the metric is undefined for one batch."""
         run, metric = self._run, self._objective.metric
         if metric == "loss":
             return None
@@ -101,8 +103,8 @@ class FaultFinder:
             return ""
         if after == before == _IDEAL_VALUES.get(self._objective.metric):  # such as a batch with a single class
             return ""
-        name, way = self._objective.metric, self._objective.direction
-        return f"{name} of the batch ({way}) was {before:.4g} and is {after:.4g}, although the loss fell"
+        name, direction = self._objective.metric, self._objective.direction
+        return f"{name} of the batch ({direction}) was {before:.4g} and is {after:.4g}, although the loss fell"
 
     def _find_output_fault(self) -> str:
         """Compare the outputs of the same samples in different batches."""
@@ -111,17 +113,17 @@ class FaultFinder:
         if half < 1:
             return ""
         try:
-            outputs, again = self._predict(x), self._predict(x, purpose="again")
-            parts, turned = self._predict(index_rows(x, slice(half))), self._predict(index_rows(x, flipped))
-        except Exception:  # the model is called in another way than by its inputs
+            outputs, repeated = self._predict(x), self._predict(x, purpose="again")
+            of_half, of_flipped = self._predict(index_rows(x, slice(half))), self._predict(index_rows(x, flipped))
+        except Exception:  # of the user's model: a custom step may call it with other inputs
             return ""
-        if any(len(output) != self._batch.size for output in (outputs, again, turned)):
+        if any(len(output) != self._batch.size for output in (outputs, repeated, of_flipped)):
             return ""
-        if torch.equal(outputs, turned) and not torch.equal(outputs[0], outputs[-1]):
+        if torch.equal(outputs, of_flipped) and not torch.equal(outputs[0], outputs[-1]):
             return "the outputs of the model do not depend on its inputs"
-        if _differ(outputs, again):
+        if _differ(outputs, repeated):
             return ""  # random outputs
-        if _differ(outputs[:half], parts):
+        if _differ(outputs[:half], of_half):
             return "in evaluation mode, the output of a sample depends on the other samples of its batch"
         return ""
 

@@ -80,19 +80,25 @@ class NegatedLoss(Sound):
         return Step(-functional.cross_entropy(outputs, batch.y, reduction="none"), outputs=outputs)
 
 
+class Constant:
+    """A metric that does not depend on the outputs."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        return {"accuracy": self.value}
+
+    def reset(self):
+        pass
+
+
 class ConstantMetric(Sound):
     def metrics(self, train):
-        class Constant:
-            def update(self, output, target):
-                pass
-
-            def compute(self):
-                return {"accuracy": 0.9}
-
-            def reset(self):
-                pass
-
-        return Constant()
+        return Constant(0.9)
 
 
 class FrozenByItsRate(Sound):
@@ -205,17 +211,7 @@ class SingleClass(Sound):
     """The accuracy of the batch is 1 before the first step."""
 
     def metrics(self, train):
-        class Perfect:
-            def update(self, output, target):
-                pass
-
-            def compute(self):
-                return {"accuracy": 1.0}
-
-            def reset(self):
-                pass
-
-        return Perfect()
+        return Constant(1.0)
 
 
 @pytest.mark.parametrize("objective", [WithTeacher, SingleClass])
