@@ -170,7 +170,7 @@ def link(name: str, site: Path) -> None:
     distribution = importlib.metadata.distribution(name)
     for path in recorded(distribution):
         if OWNERS[path.parts[0]] == 1:
-            path = Path(path.parts[0])  # noqa: PLW2901
+            path = Path(path.parts[0])  # noqa: PLW2901 the loop needs the folder only
         here, there = Path(str(distribution.locate_file(path))), site / path
         there.parent.mkdir(parents=True, exist_ok=True)
         compiled = (here.with_name("__pycache__"), there.with_name("__pycache__"))

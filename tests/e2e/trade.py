@@ -7,7 +7,7 @@ from hpsearch import LoopObjective
 
 class Trade(LoopObjective):
     directions = {"accuracy": "maximize", "cost": "minimize"}  # noqa: RUF012 as users write it
-    constraints = {"width": "<= 100"}  # noqa: RUF012
+    constraints = {"width": "<= 100"}  # noqa: RUF012 as users write it
     epochs = 4
 
     def suggest(self, trial):
@@ -22,7 +22,7 @@ class Trade(LoopObjective):
 
 
 class Third(Trade):
-    directions = {**Trade.directions, "energy": "minimize"}  # noqa: RUF012
+    directions = {**Trade.directions, "energy": "minimize"}  # noqa: RUF012 as users write it
 
     def run(self, trial):
         for epoch in trial.epochs():
