@@ -29,6 +29,7 @@ from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError
+from hpsearch.storage.trials.history import read_epoch_values
 
 
 def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
@@ -56,6 +57,19 @@ def make_trials_dataframe(study: StoredStudy) -> pd.DataFrame:
     if spec.constraints:
         columns["out_of_bounds"] = ["; ".join(list_violations(spec, trial)) for trial in trials]
     return pd.DataFrame(columns)
+
+
+def make_epochs_dataframe(study: StoredStudy) -> pd.DataFrame:
+    """Return a DataFrame with one row per trial and reported epoch: number, epoch (from 1), and a value per metric."""
+    spec = study.spec
+    names = list(spec.direction_by_metric) if spec.is_multi_objective else [spec.metric]
+    others = read_epoch_values(study.engine, study.study_id) if spec.is_multi_objective else {}
+    rows = [
+        (trial.number, step + 1, value, *others.get(trial._trial_id, {}).get(step, [])[1:])
+        for trial in study.trials()
+        for step, value in sorted(trial.intermediate_values.items())
+    ]
+    return pd.DataFrame(rows, columns=["number", "epoch", *(f"val_{name}" for name in names)])
 
 
 def find_objective_reference(objective: str | type[BaseObjective]) -> str:

@@ -1,4 +1,4 @@
-"""Commands that show studies: the list of studies, one study, the live status and the report of a study."""
+"""Commands that show studies: the list of studies, and the trials, live status, report and tables of a study."""
 
 from __future__ import annotations
 
@@ -140,3 +140,33 @@ def report(
     path = actions.write_study_report(study._services, study._stored, output)
     echo(str(path))
     actions.log_report(study._services, study._stored, path)
+
+
+@register(MONITOR_SECTION)
+def export(
+    name: o.StudyName,
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File that ends in .csv, .json or .parquet  [default: CSV on stdout]"),
+    ] = None,
+    epochs: Annotated[
+        bool, typer.Option("--epochs", help="One row per trial and epoch, with the values of the study's metrics")
+    ] = False,
+    where: o.Addresses,
+) -> None:
+    """Write a study's trials as CSV, JSON or Parquet.
+
+    The table has one row per trial: number, state, value, parameters, epochs, duration in seconds, worker and reason.
+    """
+    from hpsearch.search.api import actions
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.report.table_file import format_csv, write_table
+
+    stored = Study.open(name, **where)._stored
+    table = actions.make_epochs_dataframe(stored) if epochs else actions.make_trials_dataframe(stored)
+    if output is None:
+        echo(format_csv(table), nl=False)
+    else:
+        write_table(table, output)
+        echo(str(output))

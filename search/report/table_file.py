@@ -1,0 +1,42 @@
+"""Write tables of trials or epochs to CSV, JSON or Parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hpsearch.search.errors import SearchError
+
+
+def format_csv(table: pd.DataFrame) -> str:
+    """Return the table as CSV, with durations in seconds."""
+    return str(_with_seconds(table).to_csv(index=False))
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Write the table in the format of the file's suffix, with durations in seconds.
+
+    JSON is a list of objects, with null for missing values.
+
+    Raises:
+        SearchError: the suffix is not .csv, .json or .parquet, or the file cannot be written.
+    """
+    table = _with_seconds(table)
+    writers: dict[str, Callable[[], Any]] = {
+        ".csv": lambda: table.to_csv(path, index=False),
+        ".json": lambda: table.to_json(path, orient="records", indent=1, double_precision=15),
+        ".parquet": lambda: table.to_parquet(path, index=False),
+    }
+    if path.suffix not in writers:
+        raise SearchError(f"--output {path}: unknown format; use a file name that ends in .csv, .json or .parquet")
+    try:
+        writers[path.suffix]()
+    except OSError as error:
+        raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
+
+
+def _with_seconds(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(**{name: table[name].dt.total_seconds() for name in table.select_dtypes("timedelta")})
