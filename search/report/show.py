@@ -30,7 +30,8 @@ from hpsearch.search.study.summary import (
     get_study_page,
     summarise,
 )
-from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, REASON, RUN_URL, STOPPED, TRACKING, WORKER
+from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING, WORKER
+from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
 
 
@@ -82,6 +83,8 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines.append(f"MLflow, {which} {url}")
     if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
+        if (trials := get_view_url(str(url), str(study.attrs.get(RUN_ID)))) is not None:
+            lines.append(f"MLflow, all trials: {trials}")
     if dashboard_url:
         lines.append(f"Optuna dashboard:   {get_study_page(dashboard_url, study.study_id)}")
     return lines

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
@@ -20,15 +22,16 @@ from hpsearch.search.finalists.table import Finalists, find_effective_set, to_re
 from hpsearch.search.finalists.text import compute_optimism, format_confirmation, rank_finalists
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.ranking import get_first_value, is_feasible
 from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_parent_study, load_study
 from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error, is_retryable
+from hpsearch.storage.mlflow.client import Tracking, make_metrics
+from hpsearch.storage.mlflow.health import describe_error, get_or_none, is_retryable
+from hpsearch.storage.mlflow.runs_view import share_view
 from hpsearch.storage.mlflow.tag_names import (
     FINALIST,
     FINALIST_RANK,
@@ -217,9 +220,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tag_names.INFEASIBLE: str(summary.infeasible),
         tag_names.FAILED: str(summary.failed),
     }
-    metrics: dict[str, float] = {}
-    if summary.best is not None and (value := get_first_value(summary.best)) is not None:
-        metrics[f"best_val_{study.spec.metric}"] = value
+    if summary.best is not None:
         tags[tag_names.BEST_TRIAL] = str(summary.best.number)
         tags[tag_names.BEST_RUN_ID] = str(summary.best.user_attrs.get(RUN_ID, ""))
     if study.spec.is_multi_objective:
@@ -233,10 +234,43 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
     if study.spec.is_multi_objective:
         _tag_front(study, summary, tracking)
     log_confirmation(study, tracking)
-    tracking.end_study_run(
-        parent, tags=tags, metrics=metrics, step=summary.finished, is_finished=study.is_spent(summary.finished)
-    )
+    _share_view(study, summary, tracking, parent)
+    tags[tag_names.NOTE] = study_note(study, summary)
+    course = [
+        metric
+        for step, (at, value) in enumerate(list_best_values(study), 1)
+        for metric in make_metrics(step, at.timestamp(), {f"search_best_val_{study.spec.metric}": value})
+    ]
+    tracking.end_study_run(parent, tags=tags, metrics=course, is_finished=study.is_spent(summary.finished))
     write_note(study, summary)
+
+
+def list_best_values(study: StoredStudy) -> list[tuple[datetime, float]]:
+    """Return, for each complete feasible trial in order of completion, its end and the best value until then.
+
+    In a multi-objective study, these are values of the first metric.
+    """
+    ended = [
+        (trial.datetime_complete, value)
+        for trial in study.trials(TrialState.COMPLETE)
+        if is_feasible(trial) and trial.datetime_complete is not None and (value := get_first_value(trial)) is not None
+    ]
+    best = max if study.spec.maximize else min
+    times, values = zip(*sorted(ended), strict=True) if ended else ((), ())
+    return list(zip(times, itertools.accumulate(values, best), strict=True))
+
+
+def _share_view(study: StoredStudy, summary: Summary, tracking: Tracking, parent: str) -> None:
+    """Store the view of the study's runs in the MLflow UI, with the parameters of all trials as columns."""
+    spec = study.spec
+    names = list(spec.direction_by_metric) if spec.is_multi_objective else [spec.metric]
+    run_id = None if summary.best is None else summary.best.user_attrs.get(RUN_ID)
+    run = None if run_id is None else get_or_none(tracking.client.get_run, run_id)
+    known = run.data.metrics if run is not None else {}
+    # The model metrics, such as latency_ms, are no metrics of the validation data.
+    metrics = [f"best_{name}" if f"best_{name}" in known else f"best_val_{name}" for name in names]
+    params = sorted({name for trial in study.trials() for name in trial.params})
+    share_view(tracking, parent, metrics=[*metrics, "best_epoch"], params=params, is_ascending=not spec.maximize)
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:

@@ -11,8 +11,7 @@ import logging
 import os
 import re
 import shlex
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -25,7 +24,7 @@ from hpsearch.storage.journals.consumer import RunRejectedError
 from hpsearch.storage.mlflow.credentials import check_credentials, is_configured
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.locations import restrict_local_locations
-from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
+from hpsearch.storage.mlflow.tag_names import MODEL_ID, NOTE, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.web.token import AUTH_NAME
 
@@ -34,6 +33,12 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
 EXPERIMENT_NAME = "hpsearch"
+_EXPERIMENT_NOTE = """Studies of hpsearch: a run per study, with a child run per trial.
+
+- The best trials of a study: its link "MLflow, all trials" in `hpsearch show`, or filter by the tag `hpsearch.study` and
+  sort by `best_val_...`.
+- Trials that were pruned: `tags.hpsearch.state = 'pruned'`. Their runs have ended without a model.
+"""
 
 _CLIENT_SETTINGS = {
     # By default, a call to a dead server blocks for four minutes, and a request to create a run is repeated if its
@@ -112,7 +117,7 @@ class Tracking:
         if found is None:
             try:
                 # The kind that the MLflow UI gives to experiments for model training.
-                tags = {"mlflow.experimentKind": "custom_model_development"}
+                tags = {"mlflow.experimentKind": "custom_model_development", NOTE: _EXPERIMENT_NOTE}
                 return str(self.client.create_experiment(name, tags=tags))
             except MlflowException:
                 found = self.client.get_experiment_by_name(name)  # another process has just created the experiment
@@ -175,7 +180,8 @@ class Tracking:
             tags: further tags of the run.
             start_ms: the start time in unix milliseconds; None for the current time.
         """
-        tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, **tags}
+        note = f"Trial {number} of study {study_name}. All its records: `hpsearch show {study_name} --trial {number}`"
+        tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, NOTE: note, **tags}
         return self._create_run(f"{study_name}-{number:04d}", tags, start_ms=start_ms)
 
     def find_running_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
@@ -205,10 +211,11 @@ class Tracking:
 
     @_retry
     def end_study_run(
-        self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], step: int, is_finished: bool
+        self, run_id: str, *, tags: Mapping[str, str], metrics: Sequence[Metric], is_finished: bool
     ) -> None:
         """Log the results of a study to its parent run, and end the run if the study is finished."""
-        self.log(run_id, metrics=make_metrics(step, time.time(), metrics), tags=tags)
+        for start in range(0, max(len(metrics), 1), _MAX_METRICS):
+            self.log(run_id, metrics=metrics[start : start + _MAX_METRICS], tags=tags)
         if is_finished:
             self.client.set_terminated(run_id, status="FINISHED")
 
@@ -255,7 +262,7 @@ class Tracking:
         self,
         run_id: str,
         *,
-        metrics: list[Metric] | None = None,
+        metrics: Sequence[Metric] | None = None,
         params: Mapping[str, object] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
@@ -312,6 +319,7 @@ def list_model_ids(run: Run) -> list[str]:
 
 
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
+_MAX_METRICS = 1000  # per request
 
 
 def sanitize_name(name: str) -> str:

@@ -10,6 +10,8 @@ FINALIST_OF = "hpsearch.finalist_of"  # finalists: number of the trial of the se
 REFIT_OF = "hpsearch.refit_of"  # refits: number of the trial whose configuration is trained
 SEED = "hpsearch.seed"  # finalists and refits: seed of the training
 
+NOTE = "mlflow.note.content"  # MLflow's tag for the description of a run, in Markdown
+
 # A trial's run.
 STATE = "hpsearch.state"
 REASON = "hpsearch.reason"

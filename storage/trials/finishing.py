@@ -26,9 +26,9 @@ class Outcome(Enum):
     trial_state: str
     mlflow_status: str
 
-    # MLflow has no status PRUNED. KILLED differs from FINISHED in lists; a tag of the run marks cancelled trials.
+    # MLflow has no status PRUNED, and shows KILLED like a failure. The tag `hpsearch.state` has the outcome.
     COMPLETE = "complete", "COMPLETE", "FINISHED"
-    PRUNED = "pruned", "PRUNED", "KILLED"
+    PRUNED = "pruned", "PRUNED", "FINISHED"
     INFEASIBLE = "infeasible", "PRUNED", "FAILED"  # diverged or out of memory; PRUNED, so that samplers use the trial
     FAILED = "failed", "FAIL", "FAILED"
     LOST = "lost", "FAIL", "FAILED"  # the worker died or froze; without a retry, the trial fails

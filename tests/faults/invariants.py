@@ -165,7 +165,7 @@ def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models
     found = client.search_runs([experiment.experiment_id], f"tags.`hpsearch.study` = '{study}'")
     runs = {int(run.data.tags["hpsearch.trial"]): run for run in found if "hpsearch.trial" in run.data.tags}
     assert len(found) == len(runs) + 1 == len(trials) + 1, "the study's run, and one for each trial"
-    status = {"COMPLETE": "FINISHED", "PRUNED": "KILLED", "FAIL": "FAILED"}
+    status = {"COMPLETE": "FINISHED", "PRUNED": "FINISHED", "FAIL": "FAILED"}
     points = points_of(tracking_uri, list(runs.values()))
     for trial in trials:
         run = runs[trial.number]

@@ -1,10 +1,14 @@
-"""The parent run of a study, which all processes share."""
+"""The parent run of a study: its creation by one of many processes, and its results."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import sqlalchemy as sa
 
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import LockLostError, study_lock
@@ -52,3 +56,24 @@ def test_a_process_that_loses_the_lock_creates_no_second_run(
     with pytest.raises(LockLostError):
         open_parent_run(study, tracking)
     assert study.attrs[RUN_ID] is None
+
+
+def test_the_result_of_a_study_has_a_course_a_description_and_a_view(tracked: Tracked, tracking: Tracking) -> None:
+    parent = open_parent_run(tracked.stored, tracking)
+    for _ in range(2):  # another process may close the study too
+        close_study(tracked.stored, summarise(tracked.stored), tracking)
+    values = [trial.value for trial in tracked.stored.trials() if trial.value is not None]
+    course = tracking.client.get_metric_history(parent, "search_best_val_accuracy")
+    best = [max(values[: count + 1]) for count in range(len(values))]
+    assert [(point.step, point.value) for point in course] == list(enumerate(best, 1))
+    run = tracking.client.get_run(parent)
+    assert not [name for name in run.data.metrics if name.startswith("best_")], "it would be sorted among the trials"
+    assert "Best: trial" in run.data.tags["mlflow.note.content"]
+    tags = tracking.client.get_experiment(tracking.experiment_id).tags
+    view = json.loads(tags[f"mlflow.sharedViewState.{parent}"])
+    shown = tracking.client.search_runs(
+        [tracking.experiment_id], view["searchFilter"], order_by=[f"{view['orderByKey']} DESC"]
+    )
+    assert {run.info.run_id for run in shown} == {tracked.run_of(t.number) for t in tracked.stored.trials()}
+    assert view["orderByKey"] == "metrics.`best_val_accuracy`"
+    assert not view["orderByAsc"]

@@ -1,0 +1,55 @@
+"""The shared view of a study in the MLflow UI: its table of trial runs with filter, order and columns set.
+
+MLflow stores a shared view as a tag of the experiment. The page opens a view by its key, a query parameter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from hpsearch.storage.mlflow.client import Tracking, sanitize_name
+from hpsearch.storage.mlflow.tag_names import REASON, STATE
+
+_TAG_PREFIX = "mlflow.sharedViewState."
+
+
+def get_view_url(run_url: str, parent: str) -> str | None:
+    """Return the URL of the view of a study, which `share_view` has stored.
+
+    Args:
+        run_url: the URL of the study's run in the MLflow UI.
+        parent: the id of the study's run.
+
+    Returns:
+        None if `run_url` is not the URL of this run.
+    """
+    experiment, found, _ = run_url.partition(f"/runs/{parent}")
+    return f"{experiment}/runs?viewStateShareKey={parent}&workflowType=machine_learning" if found else None
+
+
+def share_view(
+    tracking: Tracking, parent: str, *, metrics: Sequence[str], params: Sequence[str], is_ascending: bool
+) -> None:
+    """Store the view of a study. Repeated calls replace the view.
+
+    Args:
+        tracking: the tracking server.
+        parent: the id of the study's run.
+        metrics: the names of the metrics that are shown; the runs are ordered by the first one.
+        params: the names of the parameters that are shown.
+        is_ascending: whether the lowest value is first.
+    """
+    names = {"metrics": metrics, "params": params, "tags": (STATE, REASON)}
+    columns = [f"{kind}.`{sanitize_name(name)}`" for kind, group in names.items() for name in group]
+    view = {
+        "searchFilter": f"tags.`mlflow.parentRunId` = '{parent}'",
+        "orderByKey": columns[0],
+        "orderByAsc": is_ascending,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": ["attributes.`Duration`", *columns],
+    }
+    tracking.client.set_experiment_tag(tracking.experiment_id, f"{_TAG_PREFIX}{parent}", json.dumps(view))
