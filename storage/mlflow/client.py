@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 EXPERIMENT_NAME = "hpsearch"
 _EXPERIMENT_NOTE = """Studies of hpsearch: a run per study, with a child run per trial.
 
-- The best trials of a study: its link "MLflow, all trials" in `hpsearch show`, or filter by the tag `hpsearch.study` and
-  sort by `best_val_...`.
-- Trials that were pruned: `tags.hpsearch.state = 'pruned'`. Their runs have ended without a model.
+- The best trials of a study: open the link "MLflow, all trials" that `hpsearch show` prints.
+- The pruned trials: filter with `tags.hpsearch.state = 'pruned'`. They have no model.
 """
 
 _CLIENT_SETTINGS = {
