@@ -193,7 +193,7 @@ class Objective(BaseObjective):
         latency_batch: number of samples in the forward pass that `latency_ms` measures.
         bounds: smallest and largest possible value of `metric`, each None if there is none; they limit the prediction
             interval of finalists. The bounds of built-in metrics are known.
-        ignored_leaks: signs of leakage that are intended: `shared_samples`, `target_in_features`.
+        ignored_leaks: signs of leakage that are intended: `shared_samples`, `near_duplicates`, `target_in_features`.
 
     Example:
         >>> class Wine(Objective):

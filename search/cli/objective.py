@@ -130,6 +130,7 @@ def train(
     """
     from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
     from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
@@ -152,6 +153,8 @@ def train(
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _print_warnings():
+            for leak in find_data_leaks(found, plan.split_seed).values():
+                echo(f"warning: {leak}", err=True)
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)

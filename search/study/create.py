@@ -24,6 +24,7 @@ from hpsearch.objectives.errors import wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
+from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
@@ -35,7 +36,6 @@ from hpsearch.search.study.enqueue import Configurations, check_budget, default_
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.preflight import (
     check_objective_code,
-    find_data_leaks,
     name_setting_of_metric,
     read_declared_bounds,
 )
@@ -223,7 +223,7 @@ def _create(
         FOLDER_NAME: folder,
         VERSION: release,
         SPEC: spec.model_dump(),
-        LEAKS: find_data_leaks(objective, spec),
+        LEAKS: find_data_leaks(objective, spec.seed),
     }
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds

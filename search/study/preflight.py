@@ -16,8 +16,6 @@ from hpsearch.objectives.errors import MetricError, ObjectiveError, wrap_user_er
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.data.leakage import KINDS, find_leaks
-from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
@@ -64,21 +62,6 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
             exported = export(run.model.eval())
             exported.module(*(part for _, part in exported.inputs))
-
-
-def find_data_leaks(objective: BaseObjective, spec: StudySpec) -> dict[str, str]:
-    """Return the signs of leakage in the objective's data, by kind, except those that the objective ignores.
-
-    Raises:
-        ObjectiveError: all samples of a split are in another split, or `ignored_leaks` has an unknown kind.
-    """
-    if not isinstance(objective, Objective):
-        return {}
-    if unknown := sorted(set(objective.ignored_leaks) - set(KINDS)):
-        owner = type(objective).__name__
-        raise ObjectiveError(f"{owner}.ignored_leaks has {unknown[0]!r}; choose from {', '.join(KINDS)}")
-    leaks = find_leaks(prepare_splits(objective, spec.seed)[0])
-    return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}
 
 
 def read_declared_bounds(objective: BaseObjective, spec: StudySpec) -> list[float | None] | None:

@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.near_duplicates import count_near_duplicates
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.target_feature import find_target_feature
 from hpsearch.objectives.training.data.tree import tensors
 
-_MAX_FEATURES = 10_000  # of a sample; data with more are images or signals, in which no entry is a label
-_MIN_SAMPLES = 8  # with fewer samples, a feature can determine the target by chance
 _MIN_SHARE = 0.01  # of a split; fewer shared samples can be natural, and change the score little
-_CORRELATION = 1 - 1e-6  # absolute value from which a feature is a copy of a numeric target
+_MIN_NEAR_SHARE = 0.02  # of the compared samples; fewer near duplicates change the score little
+_MIN_NEAR_SAMPLES = 3
 
-KINDS = ("shared_samples", "target_in_features")
+KINDS = ("shared_samples", "near_duplicates", "target_in_features")
 
 
 def find_leaks(splits: Splits) -> dict[str, str]:
@@ -29,12 +29,13 @@ def find_leaks(splits: Splits) -> dict[str, str]:
     Raises:
         ObjectiveError: all samples of a split are in another split, so that its score is meaningless.
     """
-    found = {}
-    if shared := _describe_shared_samples(splits):
-        found["shared_samples"] = shared
-    if (feature := find_target_feature(splits.train)) is not None:
-        found["target_in_features"] = f"feature {feature} of the inputs determines the target; remove it from x"
-    return found
+    digests = {name: list(_digest_inputs(part)) for name, part in splits.parts() if part.in_memory}
+    found = {
+        "shared_samples": _describe_shared_samples(digests),
+        "near_duplicates": _describe_near_duplicates(splits, digests),
+        "target_in_features": _describe_target_feature(splits.train),
+    }
+    return {kind: sign for kind, sign in found.items() if sign is not None}
 
 
 def count_shared_inputs(one: Dataset, other: Dataset) -> int:
@@ -45,14 +46,30 @@ def count_shared_inputs(one: Dataset, other: Dataset) -> int:
     return sum(digest in seen for digest in _digest_inputs(other))
 
 
-def _describe_shared_samples(splits: Splits) -> str | None:
+def _describe_target_feature(train: Dataset) -> str | None:
+    feature = find_target_feature(train)
+    return None if feature is None else f"{feature} alone predicts the target almost perfectly; remove it from x"
+
+
+def _describe_near_duplicates(splits: Splits, digests: dict[str, list[bytes]]) -> str | None:
+    """Return the shares of samples with near duplicates in another split, by pairs of splits; None if they are few."""
+    parts, lines = dict(splits.parts()), []
+    for first, second in itertools.combinations(digests, 2):
+        row_by_digest = {digest: row for row, digest in enumerate(digests[first])}
+        others = [row for row, digest in enumerate(digests[second]) if digest not in row_by_digest]
+        near = count_near_duplicates(parts[second], parts[first], others, sorted(row_by_digest.values()))
+        if near.found >= max(_MIN_NEAR_SAMPLES, _MIN_NEAR_SHARE * near.compared):
+            lines.append(f"{near.found} of {near.compared} {second} inputs are near duplicates of {first} inputs")
+    return f"{', '.join(lines)}: split by groups, or remove the duplicates" if lines else None
+
+
+def _describe_shared_samples(digests: dict[str, list[bytes]]) -> str | None:
     """Return the numbers of shared samples of the pairs of splits; None if they are few.
 
     Samples with few features repeat naturally, also within a split.
     """
-    parts = [(name, list(_digest_inputs(part))) for name, part in splits.parts() if part.in_memory]
     lines = []
-    for (first, ours), (second, theirs) in itertools.combinations(parts, 2):
+    for (first, ours), (second, theirs) in itertools.combinations(digests.items(), 2):
         counts = Counter(ours)
         shared = sum(digest in counts for digest in theirs)
         repeated = sum(count for count in counts.values() if count > 1) / len(ours)
@@ -74,41 +91,3 @@ def _digest_inputs(data: Dataset) -> Iterator[bytes]:
     ]
     for sample in zip(*parts, strict=True):
         yield hashlib.blake2b(b"".join(row.tobytes() for row in sample), digest_size=16).digest()
-
-
-def find_target_feature(train: Dataset) -> int | None:
-    """Return the index of a feature that is a copy of the target, in any encoding; None if there is none.
-
-    A copy of class labels has one value per class. A copy of numeric targets has a linear correlation of 1 with them.
-    """
-    x, y = train.x, train.y
-    if (
-        not (train.in_memory and isinstance(x, Tensor) and isinstance(y, Tensor))
-        or x.ndim != 2
-        or len(x) < _MIN_SAMPLES
-    ):
-        return None
-    target = y.reshape(len(y), -1)
-    if target.shape[1] != 1 or x.shape[1] > _MAX_FEATURES:
-        return None
-    if not y.dtype.is_floating_point:
-        return _find_label_feature(x, target[:, 0])
-    features, values = x.double(), target[:, 0].double()
-    centered, residual = features - features.mean(0), values - values.mean()
-    norms = centered.norm(dim=0) * residual.norm()
-    correlation = torch.where(norms > 0, (centered * residual[:, None]).sum(0) / norms, 0).abs()
-    best = int(correlation.argmax())
-    return best if float(correlation[best]) > _CORRELATION else None
-
-
-def _find_label_feature(x: Tensor, labels: Tensor) -> int | None:
-    classes = torch.unique(labels)
-    if len(classes) < 2:
-        return None
-    for index, column in enumerate(x.unbind(1)):
-        values, codes = torch.unique(column, return_inverse=True)
-        if len(values) == len(classes):
-            pairs = codes * len(classes) + torch.searchsorted(classes, labels)
-            if len(torch.unique(pairs)) == len(classes):
-                return index
-    return None

@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.leakage import find_leaks
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.loop.run import Run
@@ -23,6 +25,9 @@ _VANISHED_NORM = 1e-7  # norm of a layer's gradient below which the gradient has
 _MIN_STEPS = 8  # evenly spaced records that represent a run
 
 
+_LEAKS: dict[str, list[str]] = {}  # of the last split, by its hash: a worker trains many trials on one split
+
+
 _EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a summed loss always has large gradients
 
 
@@ -30,7 +35,7 @@ def describe_leakage(run: Run, result: FitResult) -> list[str]:
     """List signs of leakage: those of `find_leaks`, or a validation loss that equals the training loss."""
     if run.plan.refit is not None:
         return ["A refit trains on the validation samples too, so their metrics do not estimate the test metrics."]
-    found = [f"- {leak}" for leak in find_leaks(run.splits).values()]
+    found = [f"- {leak}" for leak in _list_leaks(run.splits, result.split_hash)]
     if is_same_curve(
         [record.metrics["train_loss"] for record in result.history],
         [record.metrics["val_loss"] for record in result.history],
@@ -40,6 +45,17 @@ def describe_leakage(run: Run, result: FitResult) -> list[str]:
             "look for duplicates in both splits, or features that contain the target"
         )
     return found or ["None found."]
+
+
+def _list_leaks(splits: Splits, split_hash: str) -> list[str]:
+    if split_hash not in _LEAKS:
+        try:
+            found = list(find_leaks(splits).values())
+        except ObjectiveError as error:  # the training is over; its report is worth more than the error
+            found = [str(error)]
+        _LEAKS.clear()
+        _LEAKS[split_hash] = found
+    return _LEAKS[split_hash]
 
 
 def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:

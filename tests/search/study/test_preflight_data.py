@@ -46,6 +46,9 @@ def test_a_split_that_is_used_twice_is_rejected_before_the_study_exists(
     same = "Dataset(splits.val.x, splits.val.y)"
     assert run(leaking, same, same) == 2
     assert "all 36 test samples are also validation samples" in capsys.readouterr().err
+    assert run_command(["train", f"{leaking}:Leaking"]) == 2
+    assert "all 36 test samples are also validation samples" in capsys.readouterr().err
+    assert not Path("runs").exists()
     assert run_command(["show", "s"]) == 2
     assert "no study 's'" in capsys.readouterr().err
 
@@ -66,7 +69,10 @@ def test_ignored_leaks_are_not_shown(leaking: Path, capsys: pytest.CaptureFixtur
 
 def test_unknown_kinds_of_leaks_are_rejected(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(leaking, "val", "splits.test", '    ignored_leaks = {"x"}\n') == 2
-    assert "Leaking.ignored_leaks has 'x'; choose from shared_samples, target_in_features" in capsys.readouterr().err
+    assert (
+        "Leaking.ignored_leaks has 'x'; choose from shared_samples, near_duplicates, target_in_features"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
