@@ -19,6 +19,7 @@ from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
+from hpsearch.objectives.training.evaluation.evaluate import is_metric_name
 from hpsearch.objectives.training.loop.guards import NonFiniteError
 from hpsearch.objectives.training.loop.measure_model import measure_model
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
@@ -280,11 +281,13 @@ def _to_floats(metrics: Any) -> dict[str, float]:
         raise ObjectiveError(f"trial.report needs a dict such as {{'accuracy': 0.9}}, not {type(metrics).__name__}")
     found = {}
     for name, value in metrics.items():
+        if not is_metric_name(name):
+            raise ObjectiveError(f"trial.report: metric name {name!r} must be a text without control characters")
         size = value.numel() if isinstance(value, Tensor) else np.size(value)
         if not isinstance(value, (Real, Tensor, np.ndarray)) or size != 1:
             what = f"a {type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
             raise ObjectiveError(f"trial.report: {name!r} must be one number, not {what}")
-        found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
+        found[name] = float(value.detach() if isinstance(value, Tensor) else value)
     return found
 
 

@@ -41,11 +41,13 @@ class ExportableModel(NamedTuple):
         module: module in evaluation mode on the CPU, with positional tensor inputs.
         inputs: names and tensors of a batch with at least two samples; the name of a single tensor is empty.
         dynamic_dims: for each input, the dimensions with dynamic size, as in `dynamic_shapes` of `torch.export`.
+        source: the objective's method that returned the module, such as "Points.export"; empty for the trained model.
     """
 
     module: nn.Module
     inputs: list[tuple[str, Tensor]]
     dynamic_dims: Sequence[frozenset[int]]
+    source: str = ""
 
 
 @dataclass(frozen=True)

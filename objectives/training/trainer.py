@@ -220,9 +220,11 @@ class Trainer(BaseTrainer):
             MetricError: a metric that existed before training is missing.
         """
         required = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
-        _require_finite({f"val_{name}": scores[name] for name in required if name in scores}, run, epoch)
+        _require_finite(
+            {f"val_{name}": scores[name] for name in required if name in scores}, scores["loss"], run, epoch
+        )
         measured = run.measurer.after_epoch(run.eval_model, scores)
-        _require_finite(measured, run, epoch)
+        _require_finite(measured, scores["loss"], run, epoch)
         for name in required:
             if name not in scores and name not in measured:
                 raise MetricError(name, f"is missing after an epoch; {suggest_names(name, [*scores, *measured])}")
@@ -346,11 +348,14 @@ class Trainer(BaseTrainer):
         )
 
 
-def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
+def _require_finite(numbers: Mapping[str, float], loss: float, run: Run, epoch: int) -> None:
     for name, value in numbers.items():
-        if not math.isfinite(value):
-            lr = float(run.optimizer.param_groups[0]["lr"])
-            raise NonFiniteError(f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=lr)
+        if math.isfinite(value):
+            continue
+        if name != "val_loss" and math.isfinite(loss):  # the training did not diverge
+            raise NonFiniteError(f"{name} is {value}", epoch=epoch, val_loss=loss)
+        lr = float(run.optimizer.param_groups[0]["lr"])
+        raise NonFiniteError(f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=lr)
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

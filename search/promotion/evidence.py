@@ -24,7 +24,7 @@ from hpsearch.storage.display import escape_markdown, format_markdown_code, form
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import describe_error
-from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
+from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure, read_export_source
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
 from hpsearch.storage.records.promotions import read_model_sha256
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -66,6 +66,7 @@ class Evidence:
         refit: for the model of a refit: the search, the trial of the winner, the epochs, the seeds and training losses
             of the runs, and the selected run. In this case, `value` is measured on training samples. None for other
             models.
+        export_source: method of the objective that returned the exported module; empty if it is the trained model.
     """
 
     study: str
@@ -90,6 +91,7 @@ class Evidence:
     model_id: str | None = None
     model_sha256: str | None = None
     refit: dict[str, Any] | None = None
+    export_source: str = ""
 
     def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON values for the database."""
@@ -212,6 +214,7 @@ def gather_evidence(
         weights_only=read_export_failure(client, model_id),
         model_id=model_id,
         model_sha256=model_sha256,
+        export_source=read_export_source(client, model_id),
         refit=None if refit is None else {"search": found.search.spec.name, **to_record(refit)},
     )
 
@@ -231,7 +234,14 @@ def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_UNTAGGED_FIELDS = ("run_url", "reason", "git_dirty", "weights_only", "model_id")  # of the evidence, without a tag
+_UNTAGGED_FIELDS = (
+    "run_url",
+    "reason",
+    "git_dirty",
+    "weights_only",
+    "model_id",
+    "export_source",
+)  # of the evidence, without a tag
 
 
 def version_tags(evidence: Evidence) -> dict[str, str]:
@@ -291,9 +301,13 @@ def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
         verified = f'hpsearch.load_model("{address.removeprefix("models:/")}")'
         call = f'mlflow.pytorch.load_model("{address}")'
+        source = evidence.export_source
+        served = (
+            f"It is the module that {format_markdown_code(source)} returned, not the trained model. " if source else ""
+        )
         return (
-            f"Load it with {format_markdown_code(verified)}, which verifies its files, or, without hpsearch, with "
-            f"{format_markdown_code(call)}."
+            f"{served}Load it with {format_markdown_code(verified)}, which verifies its files, or, without hpsearch, "
+            f"with {format_markdown_code(call)}."
         )
     return (
         f"The model could not be exported ({escape_markdown(evidence.weights_only)}). Load its checkpoint "

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 def write_model(
     exported: Callable[[], ExportableModel], folder: Path, *, checkpoint: Path | None, objective: str, number: int
 ) -> dict[str, str]:
-    """Export the model, or store its checkpoint if the export fails; return tags, which state why an export failed.
+    """Export the model, or store its checkpoint if the export fails; return tags.
+
+    The tags state why an export failed, or which method of the objective returned the module.
 
     Args:
         exported: function that returns the model to export.
@@ -52,8 +54,9 @@ def write_model(
         Exception: ``torch.export`` failed, and there is no checkpoint.
     """
     try:
-        model_export.export_model(*exported(), folder)
-        return {}
+        model = exported()
+        model_export.export_model(model.module, model.inputs, model.dynamic_dims, folder)
+        return {tag_names.EXPORT_SOURCE: model.source} if model.source else {}
     except Exception as error:  # torch.export raises errors of many types
         if isinstance(error, OSError) or checkpoint is None:
             raise

@@ -101,6 +101,11 @@ def read_export_failure(client: MlflowClient, model_id: str | None) -> str:
     return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.WEIGHTS_ONLY, ""))
 
 
+def read_export_source(client: MlflowClient, model_id: str | None) -> str:
+    """Return the method of the objective that returned the exported module; empty if it is the trained model."""
+    return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.EXPORT_SOURCE, ""))
+
+
 def download_model(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
     """Download all files of a logged model to a new folder in `folder`, and return the new folder."""
     from mlflow.artifacts import download_artifacts

@@ -50,4 +50,5 @@ FINALISTS_FRONT = "hpsearch.finalists_front"
 
 # A model or a registered version.
 WEIGHTS_ONLY = "hpsearch.weights_only"  # reason why the model is stored as a checkpoint instead of an exported model
+EXPORT_SOURCE = "hpsearch.export_source"  # method of the objective that returned the module, such as "Points.export"
 PROMOTED_BY = "hpsearch.promoted_by"  # the user who promoted it with `hpsearch promote`

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import index_rows, tensors
 from hpsearch.objectives.training.evaluation.evaluate import as_floats, evaluation_mode
 from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATION
@@ -20,6 +20,7 @@ from hpsearch.objectives.training.loop.step_functions import get_forward_call
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 _IDEAL_VALUES = {**dict.fromkeys((*CLASSIFICATION, *BINARY, "r2"), 1.0), "rmse": 0.0, "mae": 0.0}
+_MORE_BATCHES = 8  # that are searched for a gradient
 _MAX_NAMES = 3  # of parameters in a message
 _TOLERANCE = 1e-3  # relative difference of outputs from which they count as different; kernels depend on the batch size
 
@@ -31,25 +32,44 @@ class FaultFinder:
         objective: the objective of the run.
         run: the run, before the first step.
         batch: the batch that the run overfits.
+        scores: validation metrics before the first step.
     """
 
-    def __init__(self, objective: Objective, run: Run, batch: Batch) -> None:
-        self._objective, self._run, self._batch = objective, run, batch
-        self._without_gradient = set(self._list_parameters_without_gradient())
+    def __init__(self, objective: Objective, run: Run, batch: Batch, scores: Mapping[str, float]) -> None:
+        self._objective, self._run, self._batch, self._scores = objective, run, batch, scores
+        self._without_gradient = self._find_parameters_without_gradient()
         self._value = self._compute_metric()
+        self._evaluated = self._evaluate_batch()
 
     def find(self, *, is_fitted: bool) -> tuple[str, ...]:
         """Return the signs after the last step, one sentence each; the metric counts only if the loss fell enough."""
-        signs = (self._find_untrained_parameters(), self._find_unregistered_layers(), self._find_output_fault())
-        metric_sign = self._find_metric_fault() if is_fitted else ""
+        signs = (
+            self._find_untrained_parameters(),
+            self._find_unregistered_layers(),
+            self._find_output_fault(),
+            self._find_evaluate_fault(),
+        )
+        metric_sign = (self._find_metric_fault() or self._find_constant_metric()) if is_fitted else ""
         return tuple(sign for sign in (*signs, metric_sign, self._find_augment_fault()) if sign)
 
-    def _list_parameters_without_gradient(self) -> Iterator[str]:
-        """Iterate over the names of the trainable parameters without a gradient, or with lr 0."""
+    def _find_parameters_without_gradient(self) -> set[str]:
+        """Return the names of the parameters without a gradient for several batches, or with lr 0.
+
+        A batch may not reach all layers: a mixture of experts, for example, sends no sample to some of its experts.
+        """
+        found = set(self._list_parameters_without_gradient(self._batch))
+        train = self._run.splits.train
+        generator = torch.Generator().manual_seed(self._run.plan.seed)
+        for _ in range(_MORE_BATCHES if found and not train.is_stream else 0):
+            rows = torch.randperm(len(train), generator=generator)[: self._batch.size]
+            found &= set(self._list_parameters_without_gradient(train.batch(rows).to(self._run.device)))
+        return found
+
+    def _list_parameters_without_gradient(self, batch: Batch) -> Iterator[str]:
         run = self._run
         set_seed(run.plan.seed, "smoke", "step")
         run.model.zero_grad(set_to_none=True)
-        run.step_function(run.model, self._batch, nullcontext()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        run.step_function(run.model, batch, nullcontext()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
         frozen = {id(p) for group in run.optimizer.param_groups if group["lr"] == 0 for p in group["params"]}
         for name, parameter in run.model.named_parameters():
             has_gradient = parameter.grad is not None and bool(parameter.grad.any())
@@ -59,7 +79,9 @@ class FaultFinder:
 
     def _find_untrained_parameters(self) -> str:
         # A gradient may be zero only at the start, for example behind weights that start at zero.
-        untrained = [name for name in self._list_parameters_without_gradient() if name in self._without_gradient]
+        untrained = [
+            name for name in self._list_parameters_without_gradient(self._batch) if name in self._without_gradient
+        ]
         if not untrained:
             return ""
         shown = ", ".join(untrained[:_MAX_NAMES]) + ", ..." * (len(untrained) > _MAX_NAMES)
@@ -105,6 +127,38 @@ class FaultFinder:
             return ""
         name, direction = self._objective.metric, self._objective.direction
         return f"{name} of the batch ({direction}) was {before:.4g} and is {after:.4g}, although the loss fell"
+
+    def _evaluate_batch(self) -> Mapping[str, float]:
+        """Return the metrics of `Objective.evaluate` for the batch; empty if there are none, or for other errors."""
+        evaluate = self._run.evaluate_part
+        if evaluate is None or not self._run.splits.train.in_memory:
+            return {}
+        try:
+            with evaluation_mode(self._run.model, self._run.device, "evaluation"):
+                return evaluate(self._run.model, Dataset(self._batch.x, self._batch.y))
+        except Exception:  # of the user's code, which may need other samples
+            return {}
+
+    def _find_evaluate_fault(self) -> str:
+        """Judge the metrics of an objective with `evaluate` for the validation split."""
+        if self._run.evaluate_part is None:
+            return ""
+        after = self._run.validate()
+        if lost := [name for name in self._scores if name not in after]:
+            return f"metric {lost[0]!r} is missing after training"
+        for name, value in after.items():
+            if name != "loss" and not math.isfinite(value):
+                return f"metric {name!r} of the validation split is {value} after training"
+        return ""
+
+    def _find_constant_metric(self) -> str:
+        after, name = self._evaluate_batch(), self._objective.metric
+        before = self._evaluated.get(name)
+        if before is None or name not in after or before != after[name] or before in self._objective.bounds:
+            return ""
+        return (
+            f"evaluate() returned {name} {before:.4g} for the batch before and after training, although the loss fell"
+        )
 
     def _find_output_fault(self) -> str:
         """Compare the outputs of the same samples in different batches."""

@@ -96,8 +96,8 @@ def run_smoke_test(
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
         with make_reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
-            run, _ = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
-            found = _overfit(objective, run, samples, steps, deadline)
+            run, scores = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
+            found = _overfit(objective, run, scores, samples, steps, deadline)
         if found.passed:
             return found
         if result is None or found.losses[-1] < result.losses[-1]:
@@ -136,7 +136,10 @@ def _compute_target(first: float, floor: float | None) -> float:
     return floor + (above / 1000 if above > 10 else min(0.01, above / 100))
 
 
-def _overfit(objective: Objective, run: Run, samples: int, steps: int, deadline: float) -> SmokeResult:
+def _overfit(
+    objective: Objective, run: Run, scores: dict[str, float], samples: int, steps: int, deadline: float
+) -> SmokeResult:
+    """Overfit one batch; `scores` are the validation metrics before the first step."""
     for module in run.model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -145,7 +148,7 @@ def _overfit(objective: Objective, run: Run, samples: int, steps: int, deadline:
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
     pending = LazyBatch(batch.size, lambda: batch)
     run.model.train()  # batch norm must use the statistics of the batch, as in training
-    finder, floor = FaultFinder(objective, run, batch), objective.loss_floor
+    finder, floor = FaultFinder(objective, run, batch, scores), objective.loss_floor
     set_seed(run.plan.seed, "smoke", "step")
     with torch.no_grad():
         losses = [float(run.step_function(run.model, batch, nullcontext()).loss)]

@@ -201,12 +201,19 @@ def iterate_batches(
         yield batch.to(device), mine
 
 
+def is_metric_name(name: object) -> bool:
+    """Return whether a name can be displayed in one line."""
+    return isinstance(name, str) and name != "" and name.isprintable()
+
+
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Convert scalars to floats with one read from the device.
 
     Raises:
-        ObjectiveError: a value is not a scalar.
+        ObjectiveError: a value is not a scalar, or a name is not a printable text.
     """
+    if bad := [name for name in values if not is_metric_name(name)]:
+        raise ObjectiveError(f"metric name {bad[0]!r} must be a text without control characters")
     if wrong := [name for name, value in values.items() if value is None or isinstance(value, str)]:
         raise ObjectiveError(f"metric {wrong[0]!r} must be a number, not {values[wrong[0]]!r}")
     if not values:

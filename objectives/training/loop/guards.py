@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """Error for a loss, gradient or metric that is NaN or infinite, because the configuration diverges.
+    """Error for a loss, gradient or metric that is NaN or infinite, mostly because the configuration diverges.
 
     Attributes:
         epoch: epoch (0-based).
@@ -25,6 +25,7 @@ class NonFiniteError(RuntimeError):
         batch: optimizer step (0-based) within the epoch; None for a value of the validation.
         lr: learning rate of the step; None in a custom loop.
         grad_norm: gradient norm of the step before clipping; None for a value of the validation.
+        val_loss: validation loss, if it is finite although a metric is not, so that the training has not diverged.
     """
 
     def __init__(
@@ -36,13 +37,15 @@ class NonFiniteError(RuntimeError):
         lr: float | None = None,
         grad_norm: float | None = None,
         batch: int | None = None,
+        val_loss: float | None = None,
     ) -> None:
         self.epoch, self.step, self.batch, self.lr, self.grad_norm = epoch, step, batch, lr, grad_norm
         counts = {"step": step, "batch": batch}
         sizes = {"learning rate": lr, "gradient norm": grad_norm}
         where = [f"epoch {epoch + 1}", *(f"{name} {count}" for name, count in counts.items() if count is not None)]
         by = ", ".join(f"{name} {size:.4g}" for name, size in sizes.items() if size is not None)
-        super().__init__(f"{what} at {', '.join(where)}" + (f": {by}" if by else ""))
+        finite = "" if val_loss is None else f", although val_loss is {val_loss:.4g}"
+        super().__init__(f"{what} at {', '.join(where)}" + (f": {by}" if by else "") + finite)
 
 
 class DeviceMemoryError(RuntimeError):

@@ -24,7 +24,7 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
-from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode
+from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode, is_metric_name
 from hpsearch.objectives.training.evaluation.step import ForwardCall, bind_forward
 from hpsearch.objectives.training.optimizers.optimizer import list_layers
 from hpsearch.objectives.training.ranks import Ranks
@@ -333,7 +333,7 @@ def _to_floats(found: Any, owner: str, taken: set[str]) -> dict[str, float]:
     if not isinstance(found, Mapping):
         raise ObjectiveError(f"{owner} must return a dict such as {{'size_mb': 1.5}}, not {type(found).__name__}")
     for name, value in found.items():
-        if not isinstance(name, str) or not name or name in taken or name.startswith(_RESERVED_PREFIXES):
+        if not is_metric_name(name) or name in taken or name.startswith(_RESERVED_PREFIXES):
             raise ObjectiveError(f"{owner}: {name!r} is a reserved or invalid metric name; choose another name")
         if not isinstance(value, Real):
             raise ObjectiveError(f"{owner}: {name!r} must be a float, not {type(value).__name__}; return float(...)")

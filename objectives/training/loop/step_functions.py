@@ -15,6 +15,7 @@ from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import PartEvaluator, as_floats
 from hpsearch.objectives.training.evaluation.losses import as_additive_loss
+from hpsearch.objectives.training.evaluation.model_state import describe_change, read_model_state
 from hpsearch.objectives.training.evaluation.step import (
     ForwardCall,
     LossStep,
@@ -70,14 +71,22 @@ def build_step_function(
 
 
 def bind_part_evaluator(objective: Objective, config: TrainConfig) -> PartEvaluator | None:
-    """Return a function that calls `Objective.evaluate` and checks its result; None if it is not overridden."""
+    """Return a function that calls `Objective.evaluate` and checks its result; None if it is not overridden.
+
+    The function raises an ObjectiveError if the result is wrong, or if `evaluate` changes the model: the trained
+    weights would depend on the evaluation.
+    """
     if not overrides(objective, "evaluate"):
         return None
     owner = f"{type(objective).__name__}.evaluate"
 
     def evaluate_part(model: nn.Module, part: Dataset) -> Mapping[str, float]:
+        before = read_model_state(model)
         with wrap_user_errors(owner):
             found = objective.evaluate(model, part, config)
+            after = read_model_state(model)
+            if before is not None and after is not None and (change := describe_change(before, after)):
+                raise ObjectiveError(f"{owner} changes the model: {change}; use a copy.deepcopy(model)")
             if not isinstance(found, Mapping):
                 raise ObjectiveError(
                     f"{owner} must return a dict such as {{'distance': 1.5}}, not {type(found).__name__}"
@@ -102,7 +111,7 @@ def bind_export(objective: Objective, config: TrainConfig) -> Callable[[nn.Modul
         wrapped, parts = make_exportable(module.eval(), bind_forward(module, x), x)
         if not parts or any(part.ndim < 1 or len(part) < 2 for _, part in parts):
             raise ObjectiveError(f"{owner} must return inputs with at least two samples")
-        return ExportableModel(wrapped, parts, [frozenset({0})] * len(parts))
+        return ExportableModel(wrapped, parts, [frozenset({0})] * len(parts), owner)
 
     return export
 

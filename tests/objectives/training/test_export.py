@@ -19,6 +19,7 @@ def test_the_module_and_the_inputs_of_export_are_used():
     result = fit(Encoder(), epochs=1)
     exported = result.exportable_model()
     assert exported.module is not result.model
+    assert exported.source == "Encoder.export"
     assert [(name, part.shape) for name, part in exported.inputs] == [("", (2, 13))]
     program = torch.export.export(
         exported.module, (exported.inputs[0][1],), dynamic_shapes=[{0: torch.export.Dim.AUTO}]

@@ -102,19 +102,26 @@ def test_the_note_has_no_script_links_and_no_html(study: StoredStudy) -> None:
     assert "[The study in MLflow](http://127.0.0.1:5000/#/a%29%20%3Cb%3E);" in study_note(study, summarise(study))
 
 
-def test_a_model_card_has_no_script_links_and_no_html() -> None:
+@pytest.mark.parametrize("weights_only", ["", VALUE], ids=["exported", "checkpoint"])
+def test_a_model_card_has_no_script_links_and_no_html(weights_only: str) -> None:
     params = {NAME: VALUE}
     card = describe_evidence(
         Evidence(
-            HTML, 1, 0, "run", SCRIPT, 1, HTML, 0.5, "", params, None, 7, HTML, True, HTML, None, None, HTML, VALUE,
+            HTML, 1, 0, "run", SCRIPT, 1, HTML, 0.5, "", params, None, 7, HTML, True, HTML, None, None, HTML,
+            weights_only, "id", HTML,
             {"of": 0, "search": HTML, "epochs": 2, "seeds": [1], "losses": [0.5], "taken": 0},
+            "Points.export`<b>",
         ),
         address="models:/a`<b>/1",
     )  # fmt: skip
     assert not {"\x1b", "\x07", "\x9b"} & set(card)
     assert "](java" not in card.replace(r"\](java", "")
     for call in ('hpsearch.load_model("a\'<b>/1")', 'mlflow.pytorch.load_model("models:/a\'<b>/1")'):
+        assert (call in card) is (not weights_only)
         card = card.replace(f"`{call}`", "")
+    if not weights_only:
+        assert "It is the module that `Points.export'<b>` returned, not the trained model." in card
+        card = card.replace("`Points.export'<b>`", "")
     assert "<" not in card
 
 

@@ -116,6 +116,35 @@ class AugmentWithNan(Sound):
         return lambda x: (-x).log()
 
 
+class Evaluated(Sound):
+    """A metric of `evaluate`; the objective counts its calls."""
+
+    metric, direction = "error", "minimize"
+    calls = 0
+
+    def evaluate(self, model, part, config):
+        self.calls += 1
+        return self.measure(model, part)
+
+    def measure(self, model, part):
+        return {"error": float(functional.cross_entropy(model(part.x), part.y))}
+
+
+class ConstantEvaluation(Evaluated):
+    def measure(self, model, part):
+        return {"error": 0.5}
+
+
+class UndefinedEvaluation(Evaluated):
+    def measure(self, model, part):
+        return super().measure(model, part) if self.calls == 1 else {"error": float("nan")}
+
+
+class LostEvaluation(Evaluated):
+    def measure(self, model, part):
+        return super().measure(model, part) if self.calls == 1 else {}
+
+
 @pytest.mark.parametrize(
     ("objective", "sign"),
     [
@@ -131,6 +160,9 @@ class AugmentWithNan(Sound):
         (RandomInputs, "the outputs of the model do not depend on its inputs"),
         (NegatedLoss, "accuracy of the batch (maximize) was "),
         (ConstantMetric, "accuracy of the batch (maximize) was 0.9 and is 0.9, although the loss fell"),
+        (ConstantEvaluation, "evaluate() returned error 0.5 for the batch before and after training"),
+        (UndefinedEvaluation, "metric 'error' of the validation split is nan after training"),
+        (LostEvaluation, "metric 'error' is missing after training"),
         (EmptyAugment, "augment() makes all inputs equal"),
         (AugmentWithNan, "augment() makes inputs that are NaN or infinite"),
     ],
@@ -191,8 +223,28 @@ class Autoencoder(Sound):
         return Step((model(batch.x) - model.scale(batch.x)).square().mean(1))
 
 
+class Experts(Sound):
+    """A mixture of experts, each of which gets the samples with one value of a code; few samples have code 7."""
+
+    class Model(Net):
+        def __init__(self, train):
+            super().__init__(train)
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+            self.cuts = nn.Buffer(train.x[:, 0].quantile(torch.tensor([0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.97])))
+
+        def encode(self, x):
+            codes, chosen = super().encode(x), torch.bucketize(x[:, 0].contiguous(), self.cuts)
+            for number, expert in enumerate(self.experts):
+                rows = (chosen == number).nonzero()[:, 0]
+                if len(rows):
+                    codes = codes.index_copy(0, rows, expert(codes[rows]))
+            return codes
+
+
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("objective", [Sound, Frozen, Noisy, Normalized, ZeroStart, Augmented, Autoencoder])
+@pytest.mark.parametrize(
+    "objective", [Sound, Frozen, Noisy, Normalized, ZeroStart, Augmented, Autoencoder, Evaluated, Experts]
+)
 def test_a_sound_objective_has_no_signs(objective, seed):
     result = run_smoke_test(objective(), seed=seed)
     assert (result.passed, result.signs) == (True, ()), result.reason

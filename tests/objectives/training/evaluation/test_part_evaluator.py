@@ -6,6 +6,7 @@ from torch import nn
 
 from hpsearch import LocalSession, Objective, ObjectiveError, Splits, Step, TrainConfig
 from hpsearch.objectives.training.checks.restore_best import RestoredModel
+from hpsearch.objectives.training.loop.guards import NonFiniteError
 from tests.objectives.training.support import Stopped, Wine, fit, same_result
 
 
@@ -85,6 +86,8 @@ class Named(Wine):
         (0.5, "Named.evaluate must return a dict such as {'distance': 1.5}, not float"),
         ({"spread": torch.zeros(3)}, "metric 'spread' must be one number, not a tensor"),
         ({"spread": "good"}, "metric 'spread' must be a number, not 'good'"),
+        ({"spr\x1bead": 1.0}, r"metric name 'spr\\x1bead' must be a text without control characters"),
+        ({1: 1.0}, "metric name 1 must be a text"),
     ],
 )
 def test_a_wrong_result_is_an_error_before_training(found, message):
@@ -118,3 +121,55 @@ def test_a_metric_that_halves_cannot_have_is_that_of_the_best_epoch():
     found = fit(Large(), epochs=2, resplit_seed=1)
     score = found.resplit_score
     assert (score.value, score.optimism, score.error) == (found.best_value, None, None)
+
+
+def switch_to_training(model):
+    model.train()
+
+
+def add_to_weight(model):
+    model.weight.data.add_(1)
+
+
+def convert_to_half(model):
+    model.half()
+
+
+def freeze(model):
+    model.requires_grad_(False)
+
+
+class Changing(Points):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def evaluate(self, model, part, config):
+        found = super().evaluate(model, part, config)
+        self.change(model)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (switch_to_training, "the model was switched to training mode"),
+        (add_to_weight, "the values of weight changed"),
+        (convert_to_half, "dtype of weight was float32 and is float16"),
+        (freeze, "requires_grad of weight was True and is False"),
+    ],
+)
+def test_a_change_of_the_model_is_an_error_before_training(change, message):
+    with pytest.raises(ObjectiveError, match=rf"^Changing.evaluate changes the model: {message}; use a copy"):
+        fit(Changing(change), epochs=1)
+
+
+class Undefined(Points):
+    def evaluate(self, model, part, config):
+        self.sizes.append(len(part))
+        return {"distance": float("nan") if len(self.sizes) > 1 else 1.0}
+
+
+def test_an_undefined_metric_of_a_finite_model_does_not_blame_the_learning_rate():
+    with pytest.raises(NonFiniteError, match=r"^val_distance is nan at epoch 1, although val_loss is [\d.]+$"):
+        fit(Undefined(), epochs=2)
