@@ -119,7 +119,7 @@ def run_fleet(
     """
     options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
-    logs = services.home / "logs" / study.spec.name
+    logs = services.home / "logs" / study.folder  # a deleted study of the same name has another folder
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
     fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)

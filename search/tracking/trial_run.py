@@ -244,6 +244,7 @@ class TrialTracking:
 
     @kill_point("log model")
     def _log_model(self, result: RunResult) -> None:
+        log.info("trial %d: exporting the model", self._claim.number)  # takes longer than the training of a small one
         try:
             tags = write_model(
                 result.exportable_model,

@@ -70,13 +70,18 @@ def test_a_killed_worker_changes_no_result(cli: Cli, tmp_path: Path, undisturbed
     assert outcomes(cli, "killed-worker") == ["lost", "complete"]
 
 
+def find_logs(cli: Cli, study: str) -> list[Path]:
+    """Return the logs of a study with one worker; their folder has the unique name of the study's folders."""
+    return list((cli.stack.home / "logs").glob(f"{study}-*/worker-0.log"))
+
+
 def test_an_interrupted_run_resumes_where_it_stopped(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
     """A signal stops the run in its first trial, and another signal stops it in its second."""
     name = "interrupted"
-    log = cli.stack.home / "logs" / name / "worker-0.log"
     for number, sent in enumerate([signal.SIGINT, signal.SIGTERM]):
         (gate := tmp_path / sent.name).mkdir()
         process = start(cli, name, gate)
+        (log,) = find_logs(cli, name)
         process.send_signal(sent)
         wait_for(lambda: log.read_text().count("finishing the epoch") == number + 1, "the worker to handle the signal")  # noqa: B023 called at once
         (gate / "open").touch()
@@ -98,7 +103,7 @@ def test_a_lost_terminal_drains_the_run(cli: Cli, tmp_path: Path) -> None:
     process = start(cli, "hung-up", tmp_path, log=pipe)
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
-    log = cli.stack.home / "logs" / "hung-up" / "worker-0.log"
+    (log,) = find_logs(cli, "hung-up")
     wait_for(lambda: "finishing the epoch" in log.read_text(), "the worker to handle the signal")
     (tmp_path / "open").touch()
     process.wait()

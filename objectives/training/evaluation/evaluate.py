@@ -218,7 +218,7 @@ def as_floats(values: Mapping[str, Any]) -> dict[str, float]:
         raise ObjectiveError(f"metric {wrong[0]!r} must be a number, not {values[wrong[0]]!r}")
     if not values:
         return {}
-    tensors = {name: torch.as_tensor(value).double() for name, value in values.items()}
+    tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:
             raise ObjectiveError(f"metric {name!r} must be one number, not a tensor {list(tensor.shape)}")

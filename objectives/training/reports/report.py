@@ -53,11 +53,11 @@ def format_image(report: Path, name: str, description: str) -> list[str]:
 
 
 def _summarize(run: Run, result: FitResult) -> list[str]:
+    samples = min(run.config.batch_size * run.config.gradient_accumulation_steps, len(run.splits.train))
     lines = [
         f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.plan.epochs} planned",
         f"- seed {run.plan.seed}, split seed {run.plan.split_seed}, split {result.split_hash[:12]}",
-        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.gradient_accumulation_steps} samples "
-        f"on {run.device}",
+        f"- {run.step} optimizer steps of {samples} samples on {run.device}",
     ]
     if result.memory is not None:
         lines.append(f"- peak device memory {result.memory / 2**20:.0f} MiB")
@@ -116,7 +116,10 @@ def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[s
     rise = losses[-1] - min(losses)
     limit = 0.05 if direction == "maximize" else 0.2 * abs(train[metric])
     verdict = "Overfit" if gap > limit else "No large gap"
-    lines += ["", f"{verdict}: {metric} is {gap:+.4g} better in training than in validation."]
+    lines += [
+        "",
+        f"{verdict}: {metric} is {abs(gap):.4g} {'worse' if gap < 0 else 'better'} in training than in validation.",
+    ]
     if rise > 0.1 * abs(losses[-1]):
         lines.append(f"The validation loss ended {rise:.4g} above its minimum; the later epochs overfitted.")
     if rise == 0.0 and len(losses) == run.plan.epochs > 1 and is_falling(losses):

@@ -78,7 +78,7 @@ def test_overfitting_is_reported(objective_with, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
     _, text = _report(memorising, tmp_path, config, epochs=12)
     gap = _section(text, "Training and validation")
-    assert "Overfit: accuracy is +" in gap
+    assert "Overfit: accuracy is 0." in gap
     assert "above its minimum; the later epochs overfitted" in gap
 
 
@@ -91,6 +91,19 @@ def test_a_run_without_a_gap_is_not_reported_as_overfit(wine, tmp_path):
 def test_underfitting_is_reported(wine, tmp_path):
     _, text = _report(wine, tmp_path, TrainConfig(lr=1e-4, batch_size=16, schedule="constant"))
     assert "more epochs may improve it (underfit)" in text
+
+
+def test_a_batch_of_all_samples_and_a_gap_in_favor_of_validation(objective_with, tmp_path):
+    wine = objective_with()
+
+    def data(_self, seed):
+        splits = wine.data(seed)
+        wrong = Dataset(splits.train.x, (splits.train.y + torch.arange(len(splits.train)) % 2) % 3)
+        return Splits(wrong, splits.val, splits.test)
+
+    _, text = _report(objective_with(data=data), tmp_path, TrainConfig(lr=1e-2, batch_size=1000), epochs=12)
+    assert re.search(r"- 12 optimizer steps of 1\d\d samples on cpu", text)
+    assert re.search(r"No large gap: accuracy is 0\.\d+ worse in training than in validation", text)
 
 
 @pytest.mark.slow
