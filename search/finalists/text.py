@@ -34,7 +34,7 @@ def format_leaks(study: StoredStudy) -> list[str]:
     return [f"warning: {leak}" for leak in study.attrs.get(LEAKS, {}).values()]
 
 
-def compute_optimism(study: StoredStudy, row: FinalistRow) -> float | None:
+def compute_search_bias(study: StoredStudy, row: FinalistRow) -> float | None:
     """Return the difference by which a finalist's search value is better than its mean; None if it has no mean."""
     if row.mean is None:
         return None
@@ -53,14 +53,14 @@ def rank_finalists(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
 
 
 def finalist_table(study: StoredStudy, found: Finalists) -> Table:
-    """Return the table of finalists: rank, trial, search value, mean, deviation, optimism, value per seed, verdict."""
+    """Return the table of finalists: rank, trial, search value, mean, deviation, bias, value per seed, verdict."""
     if study.spec.is_multi_objective:
         return _make_front_table(study, found)
-    numbers = ("rank", "trial", "search", "retrained", "std", "optimism")
+    numbers = ("rank", "trial", "search", "retrained", "std", "bias")
     by_seed = f"val {study.spec.metric} per {'split' if found.is_resplit else 'seed'}"
     table = plain_table(*numbers, by_seed, "", right=numbers)
     for rank, row in enumerate(rank_finalists(study, found), 1):
-        over = compute_optimism(study, row)
+        over = compute_search_bias(study, row)
         table.add_row(
             str(rank) if row.is_complete else "-",
             str(row.trial),
@@ -139,7 +139,7 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         lines.append("no prediction interval: with one seed, the standard deviation is unknown")
     elif found.run_scores:
         lines.append("no prediction interval: the sampling error of the validation data is unknown")
-    bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_optimism(study, r)) is not None)
+    bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_search_bias(study, r)) is not None)
     if abs(bias) < _MIN_SHOWN_BIAS:
         return [*lines, "the search values of the finalists show no bias on average"]
     sign = "optimistic" if bias > 0 else "pessimistic"

@@ -14,7 +14,7 @@ from hpsearch.search.console import format_number, pluralize
 from hpsearch.search.finalists.refit import list_promotions
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
-    compute_optimism,
+    compute_search_bias,
     describe_resampling,
     format_finalists,
     format_interval,
@@ -260,14 +260,14 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
     """Return the template values for the section on finalists: rows, best first, and the result as sentences."""
     rows = []
     for row in rank_finalists(study, found):
-        over = compute_optimism(study, row)
+        over = compute_search_bias(study, row)
         rows.append(
             {
                 "trial": row.trial,
                 "search": f"{row.search_value:.4f}",
                 "mean": "" if row.mean is None else f"{row.mean:.4f}",
                 "spread": "" if row.spread is None else f"{row.spread:.4f}",
-                "optimism": "" if over is None else f"{over:+.4f}",
+                "bias": "" if over is None else f"{over:+.4f}",
                 "values": format_run_values(row),
                 "others": [format_number(mean) for mean in row.means[1:]],
                 "verdict": format_verdict(study, found, row),

@@ -19,7 +19,7 @@ from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
 from hpsearch.search.finalists.table import Finalists, find_effective_set, to_record
-from hpsearch.search.finalists.text import compute_optimism, format_confirmation, rank_finalists
+from hpsearch.search.finalists.text import compute_search_bias, format_confirmation, rank_finalists
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value, is_feasible
@@ -126,7 +126,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
 
 def make_table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the table of finalists as JSON values."""
-    rows = [{**to_record(row), "optimism": compute_optimism(study, row)} for row in rank_finalists(study, found)]
+    rows = [{**to_record(row), "bias": compute_search_bias(study, row)} for row in rank_finalists(study, found)]
     return {
         "study": study.spec.name,
         "metric": f"val_{study.spec.metric}",

@@ -36,7 +36,7 @@ class HalvesEvaluator(Protocol):
     def add(self, step: Step, rows: range) -> None:
         """Add the result for the samples at `rows`; the range is empty if they belong to another rank."""
 
-    def refuse(self, reason: str) -> None:
+    def mark_undefined(self, reason: str) -> None:
         """Note why the halves have no value of `metric`."""
 
     def add_values(self, values: Sequence[float]) -> None:
@@ -72,7 +72,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
     num_workers: int = 0,
     ranks: Ranks = SINGLE_PROCESS,
     evaluate_part: PartEvaluator | None = None,
-    also: HalvesEvaluator | None = None,
+    halves: HalvesEvaluator | None = None,
 ) -> dict[str, float]:
     """Return the mean loss as "loss", and each metric, over a dataset.
 
@@ -89,23 +89,23 @@ def evaluate(  # noqa: PLR0913 options by keyword
         num_workers: number of processes that load a dataset which is not in memory.
         ranks: ranks that evaluate together, each a share of the samples, without padding.
         evaluate_part: function that returns metrics of the whole dataset; every rank calls it.
-        also: additional evaluation that receives the result of each batch; None for no additional evaluation.
+        halves: evaluation of the two halves of the dataset, which receives the result of each batch; None for none.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     # A step may use random numbers. They are the same in each evaluation, so that results are comparable.
     with evaluation_mode(model, device, "evaluation"):
         metrics.reset()
-        sums, cut = RunningMeans(device), None if also is None else also.first_half_size
+        sums, cut = RunningMeans(device), None if halves is None else halves.first_half_size
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
             found = stepping(model, batch, nullcontext())
             sums.add(found, len(rows))
             if rows and found.outputs is not None:
                 metrics.update(found.outputs, found.targets)
-            if also is not None:
-                also.add(found, rows)
+            if halves is not None:
+                halves.add(found, rows)
         values = as_floats({**sums.compute(ranks), **metrics.compute()})
         if evaluate_part is not None:
-            values |= _evaluate_parts(model, dataset, evaluate_part, device, also, taken=values)
+            values |= _evaluate_parts(model, dataset, evaluate_part, device, halves, taken=values)
         return ranks.broadcast_object(values)
 
 
@@ -114,7 +114,7 @@ def _evaluate_parts(
     dataset: Dataset,
     evaluate_part: PartEvaluator,
     device: torch.device,
-    also: HalvesEvaluator | None,
+    halves: HalvesEvaluator | None,
     *,
     taken: Container[str],
 ) -> Mapping[str, float]:
@@ -123,16 +123,16 @@ def _evaluate_parts(
         found = evaluate_part(model, dataset)
     if both := [name for name in found if name in taken]:
         raise ObjectiveError(f"evaluate() returns {both[0]!r}, which is already a metric; use another name")
-    if also is not None and also.metric in found:
-        cut, values = also.first_half_size, []
+    if halves is not None and halves.metric in found:
+        cut, values = halves.first_half_size, []
         for rows in (torch.arange(cut), torch.arange(cut, len(dataset))):
             with seed_device_temporarily(device, "evaluation"):
                 try:
-                    values.append(evaluate_part(model, dataset.take(rows))[also.metric])
+                    values.append(evaluate_part(model, dataset.take(rows))[halves.metric])
                 except (ObjectiveError, KeyError) as error:  # the metric may need more samples
-                    also.refuse(str(error))
+                    halves.mark_undefined(str(error))
                     return found
-        also.add_values(values)
+        halves.add_values(values)
     return found
 
 

@@ -79,7 +79,9 @@ class CrossFit:
         self._metrics = metrics
         self._halves: list[_Half] = []
         self.choices: list[HalfSelection | None] = [None, None]
-        self.refused: str | None = None  # reason why a half has no value, and the optimism is therefore unknown
+        self.undefined_reason: str | None = (
+            None  # reason why a half has no value, and the optimism is therefore unknown
+        )
 
     def reset(self) -> None:
         """Reset the sums before the validation of an epoch."""
@@ -94,9 +96,9 @@ class CrossFit:
         if rows and step.outputs is not None:
             half.metrics.update(step.outputs, step.targets)
 
-    def refuse(self, reason: str) -> None:
+    def mark_undefined(self, reason: str) -> None:
         """Note why the halves have no value; the optimism is unknown then."""
-        self.refused = reason.partition("\n")[0]
+        self.undefined_reason = reason.partition("\n")[0]
 
     def add_values(self, values: Sequence[float]) -> None:
         """Add the value of the metric for each half, from `Objective.evaluate`."""
@@ -109,7 +111,7 @@ class CrossFit:
         try:
             found = {str(number): self._compute_value(half) for number, half in enumerate(self._halves)}
         except (ObjectiveError, ValueError, KeyError) as error:  # a half may lack a class that the metric needs
-            self.refuse(str(error))
+            self.mark_undefined(str(error))
             return
         values = self._ranks.broadcast_object(as_floats(found))
         for number in range(2):
@@ -130,7 +132,7 @@ class CrossFit:
     def optimism(self) -> float | None:
         """By how much the best epoch's value is too high, or too low if lower is better; None if unknown."""
         choices = [choice for choice in self.choices if choice is not None]
-        if self.refused is not None or len(choices) < 2:
+        if self.undefined_reason is not None or len(choices) < 2:
             return None
         optimism = math.fsum(choice["value"] - choice["score"] for choice in choices) / 2 / math.sqrt(2)
         return optimism if math.isfinite(optimism) else None
@@ -142,11 +144,11 @@ class CrossFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the selected epochs, and the reason if the optimism is unknown, as plain values."""
-        return {"choices": list(self.choices), "refused": self.refused}
+        return {"choices": list(self.choices), "refused": self.undefined_reason}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.choices, self.refused = state["choices"], state["refused"]
+        self.choices, self.undefined_reason = state["choices"], state["refused"]
 
 
 HALF_SAMPLES = 16  # with 4 runs, this number gives a standard error with a relative error of 9 %

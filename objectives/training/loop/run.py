@@ -135,7 +135,7 @@ class Run:
         if (cross_fit := self.cross_fit) is None:
             return self.validate()
         cross_fit.reset()
-        scores = self.evaluate(self.val, evaluate_part=self.evaluate_part, also=cross_fit)
+        scores = self.evaluate(self.val, evaluate_part=self.evaluate_part, halves=cross_fit)
         cross_fit.update_selection(self.curve.next_epoch)
         return scores
 
@@ -148,7 +148,7 @@ class Run:
         split: Dataset,
         metrics: Metrics | None = None,
         evaluate_part: PartEvaluator | None = None,
-        also: HalvesEvaluator | None = None,
+        halves: HalvesEvaluator | None = None,
     ) -> dict[str, float]:
         """Return loss and metrics of `eval_model` on a split; `metrics` None uses the run's metrics."""
         return evaluate(
@@ -161,7 +161,7 @@ class Run:
             num_workers=self.config.num_workers or 0,
             ranks=self.ranks,
             evaluate_part=evaluate_part,
-            also=also,
+            halves=halves,
         )
 
     def state_dict(self) -> dict[str, Any]:

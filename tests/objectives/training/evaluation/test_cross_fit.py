@@ -54,10 +54,12 @@ def test_the_optimism_is_unknown_if_a_half_lacks_classes_that_the_metric_needs()
         found.add(Step(torch.tensor(0.0), torch.randn(2, 1), torch.tensor(labels)), rows)
     found.update_selection(0)
     assert found.optimism is None
-    assert "needs both classes" in found.refused
+    assert "needs both classes" in found.undefined_reason
     resumed = CrossFit(2, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
     resumed.load_state_dict(found.state_dict())
-    assert resumed.refused == found.refused, "a run that was killed later has no score of halves either"
+    assert resumed.undefined_reason == found.undefined_reason, (
+        "a run that was killed later has no score of halves either"
+    )
 
 
 def test_lower_is_better_where_the_metric_is_minimized():
@@ -79,7 +81,7 @@ def test_an_evaluation_in_halves_has_the_scores_of_the_whole_and_the_halves():
     found = _cross_fit(23)
     found.reset()
     how = {"batch_size": 10, "device": "cpu"}
-    whole = evaluate(model, data, loss, classification(2), also=found, **how)
+    whole = evaluate(model, data, loss, classification(2), halves=found, **how)
     found.update_selection(0)
     plain = evaluate(model, data, loss, classification(2), **how)
     assert whole == pytest.approx(plain, rel=1e-6)
