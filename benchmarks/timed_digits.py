@@ -41,7 +41,7 @@ def watch() -> Laps:
         (model_export, "export_model", "exporting the model"),
         (hpsearch.search.worker.attempt, "suggest", "suggesting"),
         (hpsearch.search.worker.loop.Worker, "_wait", "waiting for others"),
-        (hpsearch.search.worker.lifecycle, "close_if_spent", "closing the study"),
+        (hpsearch.search.worker.lifecycle, "publish_result", "closing the study"),
     ):
         laps.watch(owner, name, label)
     for owner, label in (

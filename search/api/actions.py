@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.api.opening import sync_mlflow_promotions, update_mlflow
+from hpsearch.search.api.opening import publish_change, sync_mlflow_promotions
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
@@ -24,8 +24,8 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, find_tracking_uri, get_report_path, open_study_tracking
 from hpsearch.search.study.summary import list_violations, summarise
-from hpsearch.search.tracking.study_run import close_study
-from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
+from hpsearch.search.tracking.study_run import close_study, log_report
+from hpsearch.storage.attributes import INFEASIBLE, REASON, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_evaluations import AlreadyEvaluatedError
@@ -119,7 +119,7 @@ def write_study_report(services: Services, study: StoredStudy, output: Path | No
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def log_report(services: Services, study: StoredStudy, report: Path) -> None:
+def log_study_report(services: Services, study: StoredStudy, report: Path) -> None:
     """Log a report and the study's results to its MLflow run; do nothing if the study has no tracking server.
 
     Raises:
@@ -131,7 +131,7 @@ def log_report(services: Services, study: StoredStudy, report: Path) -> None:
     tracking = open_study_tracking(services, study)
     try:
         close_study(study, summarise(study), tracking)
-        tracking.log_file(str(study.attrs[RUN_ID]), report)
+        log_report(study, report, tracking)
     except (MlflowException, RunDeletedError) as error:
         raise SearchError(f"the report was written, but MLflow was not updated ({describe_error(error)})") from None
 
@@ -170,7 +170,7 @@ def evaluate_test_set(
         close_study(study, summarise(study), tracking)
         refresh_evidence(study, tracking)
 
-    update_mlflow(services, study, update)
+    publish_change(services, study, update)
     return evaluation.scores or {}
 
 

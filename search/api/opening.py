@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 import optuna
 
-from hpsearch.search.console import PlainConsole
+from hpsearch.search.console import PlainConsole, format_command
 from hpsearch.search.promotion.registry_watch import sync_promotions
+from hpsearch.search.report import update_report
 from hpsearch.search.services import Services, find_services, resolve_addresses
 from hpsearch.search.spec.spec import parse_stored_spec
-from hpsearch.search.study.study import StoredStudy, find_tracking_uri, load_study, open_study_tracking
+from hpsearch.search.study.study import (
+    StoredStudy,
+    find_tracking_uri,
+    load_parent_study,
+    load_study,
+    open_study_tracking,
+)
+from hpsearch.search.tracking.study_run import log_report
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
@@ -24,14 +32,30 @@ from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import Addresses
 
 
-def update_mlflow(services: Services, study: StoredStudy, update: Callable[[Tracking], object]) -> None:
-    """Call `update` with a client of the study's tracking server; print a warning if MLflow was not updated."""
-    if RUN_ID not in study.attrs or find_tracking_uri(services, study) is None:
-        return  # the study has no MLflow run yet
+def publish_change(services: Services, study: StoredStudy, update: Callable[[Tracking], object]) -> None:
+    """Update MLflow and the report after a change of a study; print a warning for each part that failed.
+
+    Args:
+        services: services of the study.
+        study: the study.
+        update: function that is called with a client of the study's tracking server, if the study has an MLflow run.
+    """
+    tracking: Tracking | None = None
     try:
-        update(open_study_tracking(services, study))
+        if RUN_ID in study.attrs and find_tracking_uri(services, study) is not None:
+            client = open_study_tracking(services, study)
+            update(client)
+            tracking = client
     except Exception as error:  # an unavailable server must not hide that the study has already changed
         print_warning(f"MLflow was not updated ({describe_error(error)}); the study's workers update it later")
+    try:
+        search = study if study.spec.finalists_of is None else load_parent_study(study)
+        report = update_report(services, search)
+        if tracking is not None:
+            log_report(search, report, tracking)
+    except Exception as error:  # likewise
+        again = format_command("report", study.spec.name)
+        print_warning(f"the report was not updated ({describe_error(error)}); write it with: {again}")
 
 
 def print_warning(message: str) -> None:

@@ -393,14 +393,14 @@ class Study:
         Example:
             study.start()
         """
-        from hpsearch.search.api.opening import update_mlflow
+        from hpsearch.search.api.opening import publish_change
         from hpsearch.search.study.control import start_study
         from hpsearch.search.tracking.study_run import reopen_study
 
         stored = self._stored
         early_stop, reason = stored.early_stop, start_study(stored)
         if early_stop is not None:
-            update_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
+            publish_change(self._services, stored, lambda tracking: reopen_study(stored, tracking))
         return reason
 
     def extend(
@@ -426,7 +426,7 @@ class Study:
 
     def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> BudgetChange:
         """Change a budget. Error messages name the flags of the `extend` command."""
-        from hpsearch.search.api.opening import update_mlflow
+        from hpsearch.search.api.opening import publish_change
         from hpsearch.search.study.control import extend_study
         from hpsearch.search.tracking.study_run import reopen_study
 
@@ -437,8 +437,8 @@ class Study:
         stored = self._stored
         rows = [] if enqueue is None else _rows(stored, enqueue)
         done = extend_study(stored, amount, rows, setting=setting)
-        if done.old_budget != done.new_budget:
-            update_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
+        if done.old_budget != done.new_budget or done.enqueued_trials:
+            publish_change(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
         return done
 
     def enqueue_trial(self, params: Configurations) -> int:
@@ -486,7 +486,7 @@ class Study:
             except SearchError as error:
                 assert "only failed and infeasible trials can be retried" in str(error)
         """
-        from hpsearch.search.api.opening import update_mlflow
+        from hpsearch.search.api.opening import publish_change
         from hpsearch.search.study.control import retry_trial
         from hpsearch.search.tracking.study_run import reopen_study, reopen_trial_run
 
@@ -497,7 +497,7 @@ class Study:
             reopen_trial_run(before, tracking)
             reopen_study(stored, tracking)
 
-        update_mlflow(self._services, stored, reopen_runs)
+        publish_change(self._services, stored, reopen_runs)
         return epoch
 
     # --- confirm and promote ---
@@ -632,6 +632,7 @@ class Study:
         self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool
     ) -> PromotionResult:
         """Promote a trial; with `refit`, promote the selected run of the existing refit."""
+        from hpsearch.search.api.opening import publish_change
         from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import open_study_tracking
         from hpsearch.search.study.summary import summarise
@@ -640,7 +641,7 @@ class Study:
         stored = self._stored
         tracking = open_study_tracking(self._services, stored)
         done = promote(stored, tracking, trial=trial, refit=refit, alias=alias, model=model, infeasible=infeasible)
-        write_note(stored, summarise(stored))
+        publish_change(self._services, stored, lambda _: write_note(stored, summarise(stored)))
         return done
 
     # --- report and tidy up ---
@@ -654,7 +655,7 @@ class Study:
         from hpsearch.search.api import actions
 
         report = actions.write_study_report(self._services, self._stored, None if path is None else Path(path))
-        actions.log_report(self._services, self._stored, report)
+        actions.log_study_report(self._services, self._stored, report)
         return report
 
     def sync(self) -> SyncResult:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,6 +15,9 @@ from typer.core import TyperCommand, TyperGroup
 from hpsearch.search.cli.options import add_flags
 from hpsearch.search.errors import suggest_names
 from hpsearch.storage.display import escape_controls
+
+if TYPE_CHECKING:
+    from hpsearch.search.api.study import Study
 
 # The sections of --help.
 SEARCH_SECTION = "Search"
@@ -128,6 +131,13 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
         nl: whether to end the line.
     """
     typer.echo(escape_controls(str(text)), err=err, nl=nl)  # noqa: TID251 the only call
+
+
+def echo_report(study: Study) -> None:
+    """Print the path of the report, which a command has written again."""
+    from hpsearch.search.study.study import get_report_path
+
+    echo(f"report: {get_report_path(study._services, study._stored)}")
 
 
 def confirm(question: str) -> bool:

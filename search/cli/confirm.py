@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, echo, register
+from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, echo, echo_report, register
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 
@@ -98,6 +98,7 @@ def evaluate_test(
         echo(f"test {metric} {value:.6g}")
     for line in format_confirmation(study._stored):
         echo(line)
+    echo_report(study)
 
 
 @register(CONFIRM_SECTION)
@@ -178,6 +179,7 @@ def promote(
         echo(f"version {done.version} has a checkpoint, because the model could not be exported: {done.not_exported}")
     if done.can_serve_check:
         echo(f"check the model with: {format_command('serve-check', f'{done.model}@{done.alias}')}")
+    echo_report(study)
     return 0
 
 

@@ -139,7 +139,7 @@ def report(
     study = Study.open(name, **where)
     path = actions.write_study_report(study._services, study._stored, output)
     echo(str(path))
-    actions.log_report(study._services, study._stored, path)
+    actions.log_study_report(study._services, study._stored, path)
 
 
 @register(MONITOR_SECTION)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.cli.app import MONITOR_SECTION, confirm, echo, register
+from hpsearch.search.cli.app import MONITOR_SECTION, confirm, echo, echo_report, register
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,6 +88,7 @@ def extend(
     before = "unlimited" if is_unlimited else f"{done.old_budget:.12g}"
     echo(f"study {name}: budget changed from {before} to {done.new_budget:.12g} {done.unit}; {started}")
     echo(f"running workers use the new budget; start more workers with: {study._stored.resume_command}")
+    echo_report(study)
 
 
 @register(MONITOR_SECTION)

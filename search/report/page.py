@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +44,10 @@ from hpsearch.search.report.trials import (
     make_trial_rows,
     select_shown_trials,
 )
+from hpsearch.search.services import Services
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.study import StoredStudy, get_report_path
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
@@ -143,6 +145,16 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def update_report(services: Services, study: StoredStudy) -> Path:
+    """Write the report of a study again at its default path, and return the path."""
+    path = get_report_path(services, study)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # several workers may end at the same time
+    try:
+        return write_report(study, temporary, dashboard_url=services.dashboard_url).replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _escape(value: object) -> object:

@@ -20,7 +20,14 @@ from hpsearch.search.finalists.refit import Refit, format_refit, make_or_join_re
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure
-from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
+from hpsearch.search.run.fleet import (
+    check_not_stopped,
+    flush_outbox,
+    open_study_run,
+    publish_report,
+    run_fleet,
+    warn_on_mlflow_error,
+)
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.study import StoredStudy, resolve_tracking
@@ -174,12 +181,15 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     if not found.pending:
         with warn_on_mlflow_error(console, "the finalists", format_command("finalists", study.spec.name)):
             close_study(study, summarise(study), companion.services.open_tracking())
+    report = publish_report(console, companion.services, study)
     console.print()
     console.print(finalist_table(study, found))
     for line in format_finalists(study, found):
         console.print(line)
     if url := study.attrs.get(RUN_URL):
         console.print(f"MLflow, study: {url}")
+    if report is not None:
+        console.print(f"report:        {report}")
     for line in format_last_failure(chosen):
         console.print(f"study {chosen.spec.name}: {line}")
     _print_remaining(console, chosen, found.pending, gave_up)

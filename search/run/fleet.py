@@ -20,11 +20,13 @@ from hpsearch.search.fleet.cores_and_gpus import visible_gpus
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.rank_launcher import check_devices
 from hpsearch.search.process import ENDING_SIGNALS, restore_handlers, stop_on_signals
+from hpsearch.search.report import update_report
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
+from hpsearch.search.tracking.study_run import log_report
 from hpsearch.search.tracking.tracker import Tracker, open_parent_run
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import STOPPED
@@ -192,3 +194,19 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
         reason = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""
         unsent = f"{pluralize(left, 'trial')} not fully sent to {sender.lagging_consumers}"
         console.print(f"{unsent}{reason}; send the rest with: {again}", style="yellow")
+
+
+def publish_report(console: Console, services: Services, study: StoredStudy) -> Path | None:
+    """Write the report of a study again, log it to MLflow, and return its path; None if it could not be written.
+
+    Errors are printed as warnings, because they must not hide the result.
+    """
+    again = format_command("report", study.spec.name)
+    try:
+        report = update_report(services, study)
+    except OSError as error:
+        console.print(f"the report was not written ({error}); write it with: {again}", style="yellow")
+        return None
+    with warn_on_mlflow_error(console, "the report", again):
+        log_report(study, report, services.open_tracking())
+    return report

@@ -13,18 +13,24 @@ from sqlalchemy.exc import DBAPIError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_summary
-from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
+from hpsearch.search.run.fleet import (
+    check_not_stopped,
+    flush_outbox,
+    open_study_run,
+    publish_report,
+    run_fleet,
+    warn_on_mlflow_error,
+)
 from hpsearch.search.services import Services
 from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.preflight import smoke_test
-from hpsearch.search.study.study import StoredStudy, get_report_path, require_measurable, resolve_tracking
+from hpsearch.search.study.study import StoredStudy, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import RUN_ID, STOPPED
+from hpsearch.storage.attributes import STOPPED
 
 
 @dataclass(frozen=True)
@@ -136,15 +142,12 @@ def _finish_search(
         raise SearchError(f"study {study.spec.name!r} was deleted while it ran") from None
     except (DBAPIError, StorageInternalError):
         raise SearchError("the database is unavailable; start the database, and run the command again") from None
-    report: Path | None = None
     with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)
         tracking = services.open_tracking()
         close_study(study, summary, tracking)
-        report = get_report_path(services, study)
-        write_report(study, report, dashboard_url=services.dashboard_url)
-        tracking.log_file(str(study.attrs[RUN_ID]), report)
+    report = publish_report(console, services, study)
     console.print()
     for line in format_summary(study, summary, dashboard_url=services.dashboard_url):
         console.print(line)

@@ -19,7 +19,7 @@ from hpsearch.search.study.study import (
     open_study_tracking,
 )
 from hpsearch.search.tracking.rebuild import resend
-from hpsearch.search.tracking.study_run import close_if_spent
+from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -89,6 +89,8 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         reason = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
         console.print(f"{text}, {left} not sent{reason}; try again with: {format_command('sync', name)}")
     else:
-        close_if_spent(study, tracking)
+        report = publish_result(services, study, tracking)
         console.print(f"{text}, no unsent records are left")
+        if report is not None:
+            console.print(f"report: {report}")
     return SyncResult(sent, left, tuple(problems))

@@ -22,6 +22,7 @@ from hpsearch.search.study.control import count_running
 from hpsearch.search.study.study import (
     StoredStudy,
     get_outbox_folder,
+    get_report_path,
     get_runs_folder,
     list_finalist_trials,
     load_study,
@@ -289,4 +290,5 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
         checkpoints.delete()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+        get_report_path(services, each).unlink(missing_ok=True)
     return [each.spec.name for each in deleted]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -20,7 +21,9 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
 from hpsearch.search.finalists.table import Finalists, find_effective_set, to_record
 from hpsearch.search.finalists.text import compute_search_bias, format_confirmation, rank_finalists
+from hpsearch.search.report import update_report
 from hpsearch.search.report.show import format_best_forecast, format_promotions
+from hpsearch.search.services import Services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value, is_feasible
 from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_parent_study, load_study
@@ -293,22 +296,33 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
             tracking.end_trial_run(left[trial.number], outcome, reason, end_ms=int(time.time() * 1000))
 
 
-def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
-    """Close a study if its budget is spent. Without the command `run`, the last worker of a study calls this function.
+def log_report(study: StoredStudy, report: Path, tracking: Tracking) -> None:
+    """Log the report to the study's parent run."""
+    tracking.log_file(str(study.attrs[RUN_ID]), report)
 
-    A finalist or refit study has no parent run of its own, so the parent run of its search is updated.
+
+def publish_result(services: Services, study: StoredStudy, tracking: Tracking) -> Path | None:
+    """Close a study if its budget is spent, and write its report again. The last worker of a study calls this function.
+
+    A finalist or refit study has no parent run of its own, so the parent run and the report of its search are updated.
+
+    Returns:
+        The path of the report; None if it was not written, which is logged as a warning.
     """
-    summary = summarise(study)
-    if not study.is_spent(summary.finished):
-        return
     try:
+        is_spent, search = study.is_spent(summarise(study).finished), study
         if study.spec.finalists_of is not None:
+            search = load_parent_study(study)
+        if is_spent and search is not study:
             end_open_runs(study, tracking)
-            study = load_parent_study(study)
-            summary = summarise(study)
-        close_study(study, summary, tracking)
+        if is_spent:
+            close_study(search, summarise(search), tracking)
+        report = update_report(services, search)
+        log_report(search, report, tracking)
     except Exception as error:  # the trials are stored, and `hpsearch report` closes the study later
         log.warning("study %s: result not logged to MLflow (%s)", study.spec.name, describe_error(error))
+        return None
+    return report
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:

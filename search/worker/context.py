@@ -48,6 +48,7 @@ class WorkerContext:
         lease: thread that renews the lease of the running trial.
         pruner: pruner of the study.
         rungs: epochs at which trials pause; None if the pruner has no rungs.
+        services: services of the study.
         tracking: client of the tracking server.
         tracker: writer and sender of the trials' journals.
         checkpoints: checkpoints of the study.
@@ -82,7 +83,7 @@ class WorkerContext:
             spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
-        self.tracking = services.open_tracking()
+        self.services, self.tracking = services, services.open_tracking()
         self.checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
         self.tracker = Tracker(
             study,

@@ -11,7 +11,7 @@ from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
 from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
-from hpsearch.search.tracking.study_run import close_if_spent
+from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.identity import worker_name
@@ -97,7 +97,8 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
     if is_done and (has_no_fleet or study.spec.finalists_of is not None):
         resend(study, tracker, checkpoints, only=list_trials_requiring_model(study), objective=context.objective)
         tracker.sender.flush(timeout)
-        close_if_spent(study, context.tracking)
+        if report := publish_result(context.services, study, context.tracking):
+            log.info("report: %s", report)
 
 
 def _log_to_stderr() -> None:

@@ -120,7 +120,11 @@ def test_a_study_with_dead_workers_can_be_deleted(cli: Cli, tmp_path: Path) -> N
     os.kill(worker, signal.SIGKILL)
     process.wait()
     wait_for(lambda: not psutil.pid_exists(worker), "the worker to be gone")
+    report = cli.stack.home / "reports" / "deleted.html"
+    report.parent.mkdir(exist_ok=True)
+    report.touch()
     cli("delete", "deleted", "--yes")
+    assert not report.exists()
     assert "no study 'deleted'" in cli("show", "deleted", code=2)
 
 
@@ -151,7 +155,11 @@ def test_a_worker_joins_with_study_name_and_addresses_only(cli: Cli, tmp_path: P
     cli("worker", "--study", "joined", **environment)
     assert_as_undisturbed(cli, "joined", undisturbed)
     parent = cli.study("joined").user_attrs["hpsearch:mlflow_run_id"]
-    assert mlflow.MlflowClient(cli.stack.tracking_uri).get_run(parent).info.status == "FINISHED"
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    assert client.get_run(parent).info.status == "FINISHED"
+    report = tmp_path / "elsewhere" / "reports" / "joined.html"
+    assert "2 / 2" in report.read_text()
+    assert Path(client.download_artifacts(parent, report.name, str(tmp_path))).read_bytes() == report.read_bytes()
 
 
 def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) -> None:

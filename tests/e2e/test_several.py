@@ -62,7 +62,10 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
             assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
 
     output = cli("finalists", NAME, "--seeds", "1")
+    report = cli.stack.home / "reports" / f"{NAME}.html"
     assert "retrained" in output
+    assert f"report:        {report}\n" in output
+    assert "<h2>Finalists</h2>" in report.read_text()
     assert re.search("^(Pareto front on 1 new split|winner: trial)", output, re.MULTILINE), output
     refused = cli("promote", NAME, code=2)
     assert re.fullmatch(
@@ -74,7 +77,11 @@ def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path)
     number = int(re.match(rf"trial (\d+) of {NAME} is now models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
     assert "is marked as unconfirmed: the model was not evaluated on the test set" in promoted
+    assert f"report: {report}\n" in promoted
+    assert "<h2>Promotions</h2>" in report.read_text()
     opened = cli("evaluate-test", NAME, "--yes")
+    assert f"report: {report}\n" in opened
+    assert "<h2>Test set</h2>" in report.read_text()
     assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
     assert "unconfirmed" not in opened
     assert re.search(rf"^test set: accuracy .* for trial {number}$", opened, re.MULTILINE)

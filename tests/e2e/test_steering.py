@@ -69,7 +69,9 @@ def test_a_study_is_extended_while_it_runs_and_after_its_end(cli: Cli, say: Say,
     assert parent_of(cli, name).info.status == "FINISHED"
 
     assert f"hpsearch extend {name} --trials 9" in cli("run", GATED, "--name", name, "--trials", "9", code=2)
-    say("extend", name, "--trials", "3")
+    report = cli.stack.home / "reports" / f"{name}.html"
+    assert f"report: {report}\n" in say("extend", name, "--trials", "3")
+    assert "2 / 3" in report.read_text()
     parent = parent_of(cli, name)
     assert (parent.info.status, parent.data.tags["hpsearch.trials"]) == ("RUNNING", "2 of 3")
     cli("run", GATED, "--name", name, "--workers", "1")
