@@ -25,7 +25,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import RUN_ID, SMOKE_TEST
 from hpsearch.storage.mlflow.client import Tracking
 
-_SECONDS = 60.0  # a large model on a CPU may be undecided by then
+_SECONDS = 60.0  # CPU time; a large model may be undecided by then
 
 
 @contextmanager
