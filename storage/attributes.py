@@ -14,6 +14,7 @@ RESTORED = "hpsearch:restored"  # true: the study is from a backup, and its obje
 VERSION = "hpsearch:release"  # version of hpsearch that created the study
 SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
 BOUNDS = "hpsearch:bounds"  # declared bounds of the metric: [low, high], each null if there is none
+VAL_SAMPLES = "hpsearch:val_samples"  # number of samples of the validation split
 LEAKS = "hpsearch:leaks"  # signs of leakage in the data: a description by kind
 
 # Attributes of a study or a trial.

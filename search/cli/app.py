@@ -50,6 +50,12 @@ class _Group(TyperGroup):
             rows.append((section, (name, command.get_short_help_str(limit))))
         _write_sections(formatter, rows)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None  # typer would return the exit code without a message
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
             ctx.fail(f"unknown command {args[0]!r}{suggest_names(args[0], self.commands)}")

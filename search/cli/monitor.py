@@ -13,7 +13,10 @@ from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import MONITOR_SECTION, echo, register
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from hpsearch.search.api.opening import StudyRow
+    from hpsearch.search.report.top import StudyStatus
 
 
 _NUMBERS = ("trials", "complete", "pruned", "failed", "running")
@@ -67,7 +70,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
 def show(
     name: o.StudyName,
     *,
-    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the best and latest")] = False,
     trial: Annotated[int | None, o.trial_option("a trial, to show parameters, attempts, values and outcome")] = None,
     where: o.Addresses,
 ) -> None:
@@ -105,20 +108,28 @@ def top(
 
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.top import EpochRate, read_status, render_status
+    from hpsearch.search.report.top import EpochRate, count_best_rows, read_status, render_status
+    from hpsearch.search.report.trial_table import make_trial_table
 
     study, console, epoch_rate = Study.open(name, **where), PlainConsole(), EpochRate()
+    stored = study._stored
     if as_json:
-        echo(read_status(study._stored).to_json())
+        echo(read_status(stored).to_json())
         return
+
+    def render(rate: float | None, status: StudyStatus, height: int) -> RenderableType:
+        trials = stored.best_trials()[: count_best_rows(height)]
+        best = make_trial_table(stored.spec, trials, width=console.width)
+        return render_status(status, rate, width=console.width, height=height, best=best)
+
     if once or not console.is_terminal:
-        console.print(render_status(read_status(study._stored), None, width=console.width))
+        console.print(render(None, read_status(stored), 40))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            status = read_status(study._stored)
+            status = read_status(stored)
             rate = epoch_rate.add(status.at.timestamp(), status.progress.epochs)
-            live.update(render_status(status, rate, width=console.width, height=console.height), refresh=True)
+            live.update(render(rate, status, console.height), refresh=True)
             time.sleep(every)
 
 

@@ -36,7 +36,7 @@ def make_figure_data(
     shown: list[FrozenTrial],
     names: list[str],
     *,
-    shares: list[tuple[str, float]] | str,
+    importances: Importances | str,
     finalists: Finalists | None,
     usage: EpochUsage,
     forecasts: Mapping[int, Forecast],
@@ -74,7 +74,9 @@ def make_figure_data(
             }
             for number, each in list(forecasts.items())[:_MAX_FORECASTS]
         ],
-        "axes": _make_axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
+        "axes": _make_axes(
+            shown, names, [] if isinstance(importances, str) else [name for name, _ in importances.shares]
+        ),
         "finalists": None if finalists is None else _make_finalist_rows(finalists),
     }
 
@@ -84,29 +86,57 @@ def format_metric_label(spec: StudySpec) -> str:
     return spec.metric if spec.is_multi_objective else f"val {spec.metric}"
 
 
-def compute_importances(study: StoredStudy, metric_index: int = 0) -> list[tuple[str, float]] | str:
-    """Return (parameter, importance), most important first; if importances are unavailable, a text with the reason.
+@dataclass(frozen=True)
+class Importances:
+    """The importances of the parameters for one metric, estimated by PED-ANOVA (Watanabe et al. 2023).
+
+    Attributes:
+        shares: (parameter, importance), most important first; the sum of the importances is 1.
+        n_trials: number of complete trials from which the importances are estimated.
+        n_best: number of best trials that are compared with all trials.
+        trials_by_conditional: number of trials that have the parameter, by name of each conditional parameter.
+    """
+
+    shares: list[tuple[str, float]]
+    n_trials: int
+    n_best: int
+    trials_by_conditional: dict[str, int]
+
+
+_MIN_BEST_TRIALS = 5  # Optuna recommends at least 5, so that PED-ANOVA is stable
+_MIN_TRIALS = 4 * _MIN_BEST_TRIALS  # so that the best trials are at most a quarter of all
+_BEST_FRACTION = 0.1  # as in Optuna
+
+
+def compute_importances(study: StoredStudy, metric_index: int = 0) -> Importances | str:
+    """Return the importances of the parameters; if they are unavailable, a text with the reason.
 
     Args:
         study: the study.
         metric_index: index of the metric in the values of a trial.
     """
-    values = [t.values[metric_index] for t in study.trials(TrialState.COMPLETE) if t.values]
-    if len(values) < 2:
-        return "Shown with two or more complete trials."
-    if len(set(values)) == 1:  # Optuna's evaluator would give all parameters the same importance
-        return f"Not available: all {len(values)} complete trials have the same value."
+    complete = [t for t in study.trials(TrialState.COMPLETE) if t.values and all(map(math.isfinite, t.values))]
+    names = {name for trial in complete for name in trial.params}
     if len({name for t in study.trials() for name in t.params}) == 1:
         return "Not available: the study has only one parameter."
+    if len(complete) < _MIN_TRIALS:
+        return f"Shown with {_MIN_TRIALS} or more complete trials; the study has {len(complete)}."
+    if len({trial.values[metric_index] for trial in complete}) == 1:  # Optuna would give all the same importance
+        return f"Not available: all {len(complete)} complete trials have the same value."
+    n_best = max(math.ceil(_BEST_FRACTION * len(complete)), _MIN_BEST_TRIALS)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=n_best / len(complete))
+    # Optuna minimizes a custom target.
+    sign = -1.0 if study.spec.maximize_each[metric_index] else 1.0
+    target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
-            # Optuna minimizes a custom target.
-            sign = -1.0 if study.spec.maximize_each[metric_index] else 1.0
-            target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
-            return list(optuna.importance.get_param_importances(study.open(), target=target).items())
-    except (ValueError, RuntimeError) as error:  # too few trials, or no variance in their values
+            found = optuna.importance.get_param_importances(study.open(), evaluator=evaluator, target=target)
+    except (ValueError, RuntimeError) as error:
         return f"Not available yet: {error}"
+    counts = {name: sum(name in trial.params for trial in complete) for name in names}
+    conditional = {name: count for name, count in counts.items() if count < len(complete)}
+    return Importances(list(found.items()), len(complete), n_best, conditional)
 
 
 def round_for_json(value: float | None) -> float | None:

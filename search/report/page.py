@@ -37,6 +37,7 @@ from hpsearch.search.report.figures import (
     make_front_figure,
     make_front_section,
 )
+from hpsearch.search.report.headline import Headline, make_headline
 from hpsearch.search.report.show import describe_model, forecast_trials, format_last_failure, format_utc
 from hpsearch.search.report.trials import (
     compute_epoch_usage,
@@ -96,23 +97,36 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     shown = select_shown_trials(study)
     names = list_parameter_names(shown)
     several, usage = study.spec.is_multi_objective, compute_epoch_usage(study)
-    shares = {name: compute_importances(study, place) for place, name in enumerate(study.spec.direction_by_metric)}
-    first, forecasts = shares[study.spec.metric], forecast_trials(study, study.trials())
+    metrics = enumerate(study.spec.direction_by_metric)
+    importances = {name: compute_importances(study, place) for place, name in metrics}
+    forecasts = forecast_trials(study, study.trials())
     rows = make_trial_rows(study, shown, names, forecasts)
     by_number = sorted(rows, key=lambda row: row["number"])
     without_result = [row for row in by_number if row["state"] in {"failed", "infeasible"}]
-    figures = make_figure_data(study, shown, names, shares=first, finalists=finalists, usage=usage, forecasts=forecasts)
+    figures = make_figure_data(
+        study,
+        shown,
+        names,
+        importances=importances[study.spec.metric],
+        finalists=finalists,
+        usage=usage,
+        forecasts=forecasts,
+    )
     hypervolume = compute_hypervolume_history(study, usage.epoch_order) if several else None
     figures["front"] = make_front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
     loader = PackageLoader("hpsearch.search.report")
+    headline = make_headline(study, summary, finalists)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_escape)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
         summary=summary,
         budget=study.budget,
         headline=_format_headline(study, summary, finalists) + _format_early_stop(study),
-        cards=_make_cards(study, summary, finalists, opening),
+        results=[f"{line[0].upper()}{line[1:]}." for line in headline.results],
+        cost=headline.cost,
+        next_steps=[(f"{step.finding[0].upper()}{step.finding[1:]}:", step.command) for step in headline.next_steps],
+        cards=_make_cards(study, summary, finalists, opening, headline),
         states=[(state, count) for state, count in summary.by_state.items() if count],
         rungs=_make_rung_rows(study),
         became=_RUNG_OUTCOMES,
@@ -122,7 +136,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         saved=format_seconds(summary.seconds_saved),
         best=_describe_best(study, summary, finalists),
         figures=figures,
-        importances=shares,
+        importances=importances,
         front=make_front_section(study, summary, rows, hypervolume) if several else None,
         named=format_metric_label(study.spec),
         broken=Counter(trial["state"] for trial in figures["trials"] if trial["broken"]),
@@ -149,6 +163,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
 
 def update_report(services: Services, study: StoredStudy) -> Path:
     """Write the report of a study again at its default path, and return the path."""
+    study.refresh()
     path = get_report_path(services, study)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # several workers may end at the same time
     try:
@@ -197,7 +212,11 @@ def _format_early_stop(study: StoredStudy) -> str:
 
 
 def _make_cards(
-    study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: TestEvaluation | None
+    study: StoredStudy,
+    summary: Summary,
+    finalists: Finalists | None,
+    opening: TestEvaluation | None,
+    headline: Headline,
 ) -> list[tuple[str, str]]:
     """Return the cards at the top of the page as (number, label), most reliable number first."""
     metric, cards = study.spec.metric, []
@@ -214,12 +233,17 @@ def _make_cards(
         cards += make_front_cards(study, summary)
     elif (best := summary.best) is not None:
         cards.append((f"{get_first_value(best):.4f}", f"best {metric} of the search, trial {best.number}"))
+    if headline.gain is not None:
+        cards.append((f"{headline.gain:+.4f}", "gain over the default configuration"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
         cards.append((spending.summary.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
     if summary.out_of_bounds:
         cards.append((str(summary.out_of_bounds), f"complete trials that violate {_join_bounds(study)}"))
+    if headline.cost:
+        elapsed, _, others = headline.cost.partition(" elapsed, ")
+        cards.append((elapsed, f"elapsed, {others}"))
     if summary.epochs_saved:
         saved = format_seconds(summary.seconds_saved)
         cards.append((saved, f"saved by pruning, {pluralize(summary.epochs_saved, 'epoch')}"))

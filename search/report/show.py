@@ -11,12 +11,14 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from hpsearch.search.console import plain_table
+from hpsearch.search.console import format_command, plain_table, pluralize
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
 from hpsearch.search.freeze_thaw.forecast import Forecast, can_forecast, format_forecast
-from hpsearch.search.report.trials import find_waiting_reasons
+from hpsearch.search.report.headline import make_headline
+from hpsearch.search.report.trial_table import make_trial_table
+from hpsearch.search.report.trials import find_waiting_reasons, sort_trials
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.ranking import get_first_value, sort_best_first
@@ -30,7 +32,7 @@ from hpsearch.search.study.summary import (
     get_study_page,
     summarise,
 )
-from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING, WORKER
+from hpsearch.storage.attributes import INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING
 from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
 
@@ -63,6 +65,9 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
         lines.append(f"best: none, because {why}")
         lines += format_last_failure(study)
+    finalists = read_finalists(study)
+    headline = make_headline(study, summary, finalists)
+    lines += headline.format_lines()
     if summary.out_of_bounds:
         lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
     lines += format_confirmation(study)
@@ -75,9 +80,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     if (devices := summarize_devices(study)) is not None:
         lines.append(f"devices: {format_devices(devices)}")
     if summary.untracked:
-        first = next(trial for trial in study.trials() if TRACKING in trial.user_attrs)
-        why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
-        lines.append(f"MLflow lacks data of {summary.untracked} trials, such as trial {first.number}: {why}")
+        lines.append(_format_untracked(study))
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         which = f"trial {summary.best.number}:" if spec.is_multi_objective else "best trial:"
         lines.append(f"MLflow, {which} {url}")
@@ -87,7 +90,17 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
             lines.append(f"MLflow, all trials: {trials}")
     if dashboard_url:
         lines.append(f"Optuna dashboard:   {get_study_page(dashboard_url, study.study_id)}")
-    return lines
+    return [*lines, *headline.format_next_steps()]
+
+
+def _format_untracked(study: StoredStudy) -> str:
+    """Return a line about the trials some of whose records MLflow does not have, with the command that sends them."""
+    states = {trial.number: str(trial.user_attrs[TRACKING]) for trial in study.trials() if TRACKING in trial.user_attrs}
+    number, first = next(iter(states.items()))
+    why = textwrap.shorten(first, 160, placeholder=" ...")
+    line = f"MLflow lacks data of {pluralize(len(states), 'trial')}, such as trial {number}: {why}"
+    can_send = any(state.startswith((PENDING, "refused")) for state in states.values())
+    return f"{line}; send them with: {format_command('sync', study.spec.name)}" if can_send else line
 
 
 def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:
@@ -185,8 +198,7 @@ def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
     return table
 
 
-_LAST_TRIALS = 20
-_WIDE_COLUMNS = 100  # in characters; a narrower table has only the essential columns
+_SHOWN_TRIALS, _SHOWN_OTHERS = 20, 8  # without --all: trials in the table, and those of them that are not complete
 
 
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
@@ -196,7 +208,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         console: console to print on.
         study: the study.
         dashboard_url: address of the dashboard; None prints no link.
-        every: whether to print all trials and forecasts instead of the last trials and the best forecasts.
+        every: whether to print all trials and forecasts instead of the best ones and the latest others.
     """
     redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has them
     for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
@@ -225,24 +237,26 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
 
 
 def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
-    # A narrow terminal has no room for workers, which `show --trial` prints too.
-    worker = ("worker",) if console.width >= _WIDE_COLUMNS else ()
-    values = tuple(study.spec.direction_by_metric) if study.spec.is_multi_objective else ("value",)
-    columns = ("trial", "state", "epochs", *values, *worker, "reason")
-    table = plain_table(*columns, right=("trial", "epochs", *values), wrap=("reason",))
-    trials, waiting = study.trials(), find_waiting_reasons(study)
-    for trial in trials if every else trials[-_LAST_TRIALS:]:
-        attrs = trial.user_attrs
-        again = f"retrains trial {attrs[PARENT_TRIAL]}" if PARENT_TRIAL in attrs else None
-        reason = "; ".join(filter(None, [attrs.get(ORIGIN), again, waiting.get(trial.number) or attrs.get(REASON)]))
-        table.add_row(
-            str(trial.number),
-            trial.state.name,
-            str(len(trial.intermediate_values)),
-            *(format_value(value) for value in trial.values or [""] * len(values)),
-            *[attrs.get(WORKER, "") for _ in worker],
-            reason.splitlines()[0] if reason else "",
-        )
-    if not every and len(trials) > _LAST_TRIALS:
-        console.print(f"the last {_LAST_TRIALS} of {len(trials)} trials; --all shows all trials")
-    console.print(table)
+    """Print the table of trials, best first, and the complete reasons of failed and infeasible trials."""
+    trials, waiting = sort_trials(study), find_waiting_reasons(study)
+    shown = trials
+    if not every and len(trials) > _SHOWN_TRIALS:
+        n_best = sum(trial.state == TrialState.COMPLETE for trial in trials)
+        n_others = min(len(trials) - n_best, max(_SHOWN_OTHERS, _SHOWN_TRIALS - n_best))
+        shown = [*trials[: min(n_best, _SHOWN_TRIALS - n_others)], *trials[n_best : n_best + n_others]]
+        parts = ["the best" if n_best else "", f"the latest {n_others} others" if n_others else ""]
+        which = " and ".join(filter(None, parts))
+        console.print(f"{len(shown)} of {len(trials)} trials, {which}; --all shows all trials")
+    console.print(make_trial_table(study.spec, shown, width=console.width, waiting=waiting))
+    failed = [trial for trial in shown if trial.state == TrialState.FAIL or trial.user_attrs.get(INFEASIBLE)]
+    for reason, numbers in _group_by_reason(failed).items():
+        noun = "trial" if len(numbers) == 1 else "trials"
+        console.print(f"{noun} {', '.join(map(str, sorted(numbers)))} failed: {reason}")
+
+
+def _group_by_reason(trials: Sequence[FrozenTrial]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for trial in trials:
+        if reason := str(trial.user_attrs.get(REASON, "")).split("\n", 1)[0]:
+            found.setdefault(reason, []).append(trial.number)
+    return found

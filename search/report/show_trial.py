@@ -11,7 +11,7 @@ from rich.table import Table
 from hpsearch.search.console import format_number, plain_table
 from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.report.show import forecast_trials, format_promotions
-from hpsearch.search.report.trials import find_waiting_reasons
+from hpsearch.search.report.trials import find_waiting_reasons, format_state
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
@@ -21,7 +21,7 @@ from hpsearch.search.study.summary import (
     format_values,
     list_violations,
 )
-from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, AttemptRecord, read_attempts, read_epoch_values
 
@@ -33,8 +33,7 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
         SearchError: the study has no such trial.
     """
     trial = find_trial(study, number)
-    state = "infeasible" if trial.user_attrs.get(INFEASIBLE) else trial.state.name
-    console.print(f"trial {number} of study {study.spec.name}: {state}", style="bold")
+    console.print(f"trial {number} of study {study.spec.name}: {format_state(trial)}", style="bold")
     for name, value in _list_facts(study, trial):
         console.print(f"{name:>9}  {value}")
     _print_section(console, "parameters", _make_parameter_table(trial))

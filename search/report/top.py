@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpsearch.search.console import format_number, plain_table
+from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
@@ -129,7 +130,8 @@ def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime)
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _LABELS = {"left": "exited"}  # words that differ from the state
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
-_RESERVED_LINES = 11  # number of lines above and between the tables
+_TALL_HEIGHT = 30  # in lines; a lower view shows fewer trials
+_RESERVED_LINES = 12  # number of lines above and between the tables
 _NARROW_COLUMNS = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
 _WIDE_WIDTH = 100  # in characters; a narrower view shows only the narrow columns
 
@@ -156,20 +158,20 @@ class EpochRate:
         return (epochs - before) / (seconds - begin) if seconds > begin else None
 
 
-def format_counts(progress: Progress, metric: str | None, best_suffix: str = "") -> str:
-    """Return the counts of trials and the best trial as text; only the counts if `metric` is None.
-
-    Example: ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting; best accuracy 0.9 (trial 3)``.
-    """
+def format_counts(progress: Progress) -> str:
+    """Return the counts of trials: ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting``."""
     paused = f", {progress.paused} paused" if progress.paused else ""
-    best = "none yet"
-    if progress.best_value is not None:
-        best = f"{metric} {format_number(progress.best_value, 6)} (trial {progress.best_number}){best_suffix}"
-    counts = (
+    return (
         f"{progress.summary}{progress.early_stop_note}: {progress.complete} complete, {progress.pruned} pruned, "
         f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}"
     )
-    return counts if metric is None else f"{counts}; best {best}"
+
+
+def format_best(progress: Progress, metric: str, suffix: str = "") -> str:
+    """Return the best trial as text: ``best accuracy 0.9 (trial 3)``."""
+    if progress.best_value is None:
+        return "best none yet"
+    return f"best {metric} {format_number(progress.best_value, 6)} (trial {progress.best_number}){suffix}"
 
 
 def format_rate(epochs_per_second: float | None, eta_seconds: float | None) -> str:
@@ -179,25 +181,38 @@ def format_rate(epochs_per_second: float | None, eta_seconds: float | None) -> s
 
 
 def render_progress(
-    study: str, details: Sequence[tuple[str, str]], progress: Progress, counts: str, rate: str
+    study: str, details: Sequence[tuple[str, str]], progress: Progress, lines: Sequence[str]
 ) -> list[RenderableType]:
-    """Return the lines above the tables: title, progress bar, counts and rate.
+    """Return the lines above the tables: title, progress bar, and the given lines, which wrap in a narrow terminal.
 
     Args:
         study: name of the study.
         details: (text, rich style) of the parts of the title after the name.
         progress: progress of the study.
-        counts: text of `format_counts`.
-        rate: text of `format_rate`, possibly with other text before it.
+        lines: further lines, most important first.
     """
     bar = Table.grid()  # a progress bar has no line break
     bar.add_row(ProgressBar(total=1, completed=progress.finished_fraction, width=60))
     title = Text.assemble(("study ", "dim"), (study, "bold"), *details)
-    return [title, bar, Text(counts), Text(rate, style="dim")]
+    return [
+        title,
+        bar,
+        *(Text(line, style="" if place == 0 else "dim", no_wrap=False) for place, line in enumerate(lines)),
+    ]
+
+
+def count_best_rows(height: int) -> int:
+    """Return the number of best trials that a view of `height` lines shows."""
+    return 3 if height < _TALL_HEIGHT else 5
 
 
 def render_status(
-    status: StudyStatus, epochs_per_second: float | None, *, width: int = 120, height: int = 40
+    status: StudyStatus,
+    epochs_per_second: float | None,
+    *,
+    width: int = 120,
+    height: int = 40,
+    best: Table | None = None,
 ) -> RenderableType:
     """Return the view of `hpsearch top`.
 
@@ -206,23 +221,25 @@ def render_status(
         epochs_per_second: epochs per second of the study; None if unknown.
         width: width in characters; a narrow view omits the less important columns.
         height: approximate height in lines.
+        best: table of the best trials; None omits it.
     """
-    room = max(height - _RESERVED_LINES, 6)
+    room = max(height - _RESERVED_LINES - (0 if best is None else best.row_count + 2), 6)
     shown = min(len(status.workers), max(room * 2 // 3, 3))
     details = [(f"  stopped: {status.stopped}", "red")] if status.stopped else []
     details.append((f"  {status.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
     front = f", {len(status.front)} on the Pareto front" if status.front else ""
-    counts = format_counts(status.progress, status.metric, front)
+    first = f"{format_best(status.progress, status.metric, front)}; {format_rate(epochs_per_second, status.eta)}"
     rungs = ", ".join(f"epoch {mark}: {count}" for mark, count in status.trial_counts.items())
-    reached = f"trials that reached {rungs}; {format_rate(epochs_per_second, status.eta)}"
+    lines = (first, format_counts(status.progress), f"trials that reached {rungs}")
     active = sum(worker.state in {"running", "idle"} for worker in status.workers)
     return Group(
-        *render_progress(status.study, details, status.progress, counts, reached),
+        *render_progress(status.study, details, status.progress, lines),
+        *(() if best is None or not best.row_count else ("", best)),
         "",
         Text(f"{active} active workers, {len(status.workers) - active} exited or lost", style="dim"),
         _make_worker_table(status, shown, (*_NARROW_COLUMNS, *(("engine", "device") if width >= _WIDE_WIDTH else ()))),
         "",
-        _make_event_table(status, max(room - shown, 3), width),
+        make_event_table(status.events[: max(room - shown, 3)], status.at, width),
     )
 
 
@@ -256,16 +273,22 @@ def _make_worker_cells(status: StudyStatus, worker: WorkerRow) -> dict[str, Text
     }
 
 
-def _make_event_table(status: StudyStatus, limit: int, width: int) -> Table:
+def make_event_table(events: Sequence[AttemptEnd], at: datetime, width: int) -> Table:
+    """Return the table of ended attempts, with short reasons.
+
+    Args:
+        events: the attempts.
+        at: current time, by the database's clock.
+        width: width in characters.
+    """
     table = plain_table("ended", "trial", "outcome", "reason", right=("trial",), wrap=(), header_style="dim")
-    events = status.events[:limit]
     outcomes = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]
     # Shortened here, because rich omits columns of tables that are too wide.
     longest = max("outcome", *map(str, outcomes), key=len)
     room = width - sum(len(f"{word}  ") for word in ("99.9 min ago", "trial", longest))
     for event, outcome in zip(events, outcomes, strict=True):
-        ago = format_seconds(max((status.at - event.at).total_seconds(), 0.0))
-        why = Text(" ".join((event.reason or f"by {event.worker}").split()))
+        ago = format_seconds(max((at - event.at).total_seconds(), 0.0))
+        why = Text(" ".join(shorten_reason(event.reason or f"by {event.worker}").split()))
         why.truncate(max(room - 2, 20), overflow="ellipsis")
         table.add_row(f"{ago} ago", str(event.trial), outcome, why)
     return table

@@ -30,14 +30,19 @@ def format_state(trial: FrozenTrial) -> str:
 
 
 def select_shown_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that the report shows: feasible complete trials, best first, then all others.
+    """Return the trials that the report shows, in the order of `sort_trials`. The number of trials is limited."""
+    return sort_trials(study)[:MAX_SHOWN_TRIALS]
+
+
+def sort_trials(study: StoredStudy) -> list[FrozenTrial]:
+    """Return all trials: feasible complete trials, best first, then all others.
 
     In a multi-objective study, the Pareto front comes first. The feasible trials are followed by complete trials that
-    violate a constraint, best first, and then by all other trials, latest first. The number of trials is limited.
+    violate a constraint, best first, and then by all other trials, latest first.
     """
     within = [*study.front(), *study.best_trials()] if study.spec.is_multi_objective else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
-    return list({trial.number: trial for trial in order}.values())[:MAX_SHOWN_TRIALS]
+    return list({trial.number: trial for trial in order}.values())
 
 
 def list_parameter_names(trials: list[FrozenTrial]) -> list[str]:

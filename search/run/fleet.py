@@ -144,7 +144,7 @@ def run_fleet(
         stop = stop_on_signals(*ENDING_SIGNALS, kill=lambda: fleet.stop(kill=True), request=fleet.stop)
         try:
             fleet.start()
-            with supervisor as is_down, LiveView(console, study.spec, fleet) as view:
+            with supervisor as is_down, LiveView(console, study.spec, fleet, study) as view:
                 while fleet.poll(progress.trials_with_result, is_outage=is_outage):
                     progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)

@@ -7,30 +7,58 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
+from optuna.exceptions import StorageInternalError
+from optuna.trial import FrozenTrial
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from sqlalchemy.exc import DBAPIError
 
 from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.report.top import EpochRate, format_counts, format_rate, render_progress
+from hpsearch.search.report.top import (
+    EpochRate,
+    format_best,
+    format_counts,
+    format_rate,
+    make_event_table,
+    render_progress,
+)
+from hpsearch.search.report.trial_table import make_trial_table
 from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials.history import Progress, RunningTrial
+from hpsearch.storage.trials.worker_registry import AttemptEnd, read_attempt_ends
 
 # Minimum seconds between two lines without a terminal: after a trial has ended, after another change, without a change.
 _FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
 
+_BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a terminal
+_MIN_ROWS = 2  # a table with fewer rows is omitted
+_RESERVED_LINES = 10  # lines of the view without workers, best trials and recent ends; the counts may wrap
+
 
 class LiveView:
-    """View of the progress of a run. It is redrawn on a terminal or in a notebook; elsewhere it prints lines."""
+    """View of the progress of a run. It is redrawn on a terminal or in a notebook; elsewhere it prints lines.
 
-    def __init__(self, console: Console, spec: StudySpec, fleet: Fleet) -> None:
+    Args:
+        console: console of the view.
+        spec: spec of the study.
+        fleet: fleet whose workers are shown.
+        study: study whose best trials and recent ends are shown; None shows none.
+    """
+
+    def __init__(self, console: Console, spec: StudySpec, fleet: Fleet, study: StoredStudy | None = None) -> None:
         self._console = console
+        self._study = study
+        self._best: list[FrozenTrial] = []
+        self._ends: list[AttemptEnd] = []
         self._spec = spec
         self._fleet = fleet
         self._begin = time.monotonic()
@@ -76,9 +104,10 @@ class LiveView:
         self._first = self._first or progress
         self._epochs_per_second = self._rate.add(now, progress.epochs)
         if self._live:
+            self._read_trials(progress)
             self._live.update(self.render(progress), refresh=True)
             return
-        counts = self._counts(progress)
+        counts = "; ".join(filter(None, [format_counts(progress), self._format_best(progress)]))
         if progress.finished != self._finished:
             wait = _FINISHED_SECONDS if progress.finished_fraction < 1 else 0.0
         else:
@@ -87,11 +116,20 @@ class LiveView:
             self._printed, self._printed_at, self._finished = counts, now, progress.finished
             self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
 
-    def _counts(self, progress: Progress) -> str:
+    def _read_trials(self, progress: Progress) -> None:
+        """Read the best trials and the recent ends again after a trial has ended."""
+        if self._study is None or progress.finished == self._finished or self._is_outage:
+            return
+        with suppress(DBAPIError, StorageInternalError):  # the next update tries again
+            self._best = self._study.best_trials()[:_BEST_ROWS]
+            self._ends = read_attempt_ends(self._study.engine, self._study.study_id, retry_seconds=0.0)
+            self._finished = progress.finished
+
+    def _format_best(self, progress: Progress) -> str:
         if self._spec.finalists_of is not None:
-            return format_counts(progress, None)  # the runs are compared when all have ended
+            return ""  # the runs are compared when all have ended
         several = f", first of {len(self._spec.direction_by_metric)} metrics" if self._spec.is_multi_objective else ""
-        return format_counts(progress, self._spec.metric, several)
+        return format_best(progress, self._spec.metric, several)
 
     def _eta(self, progress: Progress) -> float | None:
         """Return the estimated seconds until the budget is spent, at the average rate of this run; None if unknown."""
@@ -106,6 +144,7 @@ class LiveView:
         details = [("  objective ", "dim"), (self._spec.objective, ""), ("  elapsed ", "dim")]
         details.append((format_seconds(time.monotonic() - self._begin), ""))
         rate = format_rate(self._epochs_per_second, self._eta(progress))
+        lines = ["; ".join(filter(None, [self._format_best(progress), rate])), format_counts(progress)]
         numbers = ("trial", "epoch", self._spec.metric)
         workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
         by_worker = {running.worker: running for running in progress.running}
@@ -115,7 +154,21 @@ class LiveView:
         for running in progress.running:
             if running.worker not in own:
                 workers.add_row(running.worker, "elsewhere", *self._cells(running))
-        return Group(*render_progress(self._spec.name, details, progress, self._counts(progress), rate), workers)
+        head = render_progress(self._spec.name, details, progress, lines)
+        return Group(*head, workers, *self._render_trials(workers.row_count))
+
+    def _render_trials(self, n_workers: int) -> list[RenderableType]:
+        """Return the tables of the best trials and of the recent ends, as far as the terminal has lines for them."""
+        room = self._console.height - _RESERVED_LINES - n_workers
+        parts: list[RenderableType] = []
+        if self._best and self._spec.finalists_of is None and room >= 2 + _MIN_ROWS:
+            shown = self._best[: min(_BEST_ROWS, room - 2)]
+            parts += ["", make_trial_table(self._spec, shown, width=self._console.width)]
+            room -= len(shown) + 2
+        if self._ends and room >= 2 + _MIN_ROWS:
+            shown_ends = self._ends[: min(_END_ROWS, room - 2)]
+            parts += ["", make_event_table(shown_ends, datetime.now(UTC), self._console.width)]
+        return parts
 
     def _cells(self, running: RunningTrial | None) -> tuple[str, str, str]:
         if running is None:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
+from hpsearch.search.report.headline import make_extend_options
 from hpsearch.search.report.show import format_summary
 from hpsearch.search.run.fleet import (
     check_not_stopped,
@@ -103,21 +104,11 @@ def run_search(
     else:
         early_stop = study.early_stop
         again = (
-            ("extend", spec.name, *_make_extend_options(study, begin)) if early_stop is None else ("start", spec.name)
+            ("extend", spec.name, *make_extend_options(study, begin)) if early_stop is None else ("start", spec.name)
         )
         reason = "the budget is spent" if early_stop is None else early_stop.reason
         console.print(f"{reason}; continue with: {format_command(*again)}; or start a new study with another --name")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
-
-
-def _make_extend_options(study: StoredStudy, begin: Summary) -> tuple[str, str]:
-    """Return the flag of `extend`, and its value, that double the budget that is spent."""
-    spec, spending = study.spec, study.spending
-    if begin.finished >= study.budget or spending is None:
-        return "--trials", f"+{spec.n_trials}"
-    if spending.budget_epochs is not None and spending.epochs >= spending.budget_epochs:
-        return "--budget-epochs", f"+{spending.budget_epochs}"
-    return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
 
 
 def _print_begin(
@@ -144,6 +135,7 @@ def _finish_search(
         raise SearchError("the database is unavailable; start the database, and run the command again") from None
     with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)
+        study.refresh()
         summary = summarise(study)
         tracking = services.open_tracking()
         close_study(study, summary, tracking)

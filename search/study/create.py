@@ -25,6 +25,7 @@ from hpsearch.objectives.loading import load_objective, objective_reference, sou
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
@@ -49,6 +50,7 @@ from hpsearch.storage.attributes import (
     SPEC,
     STARTED_AT,
     TRACKING_URI,
+    VAL_SAMPLES,
     VERSION,
 )
 from hpsearch.storage.checkpoints.store import CheckpointStore
@@ -225,6 +227,8 @@ def _create(
         SPEC: spec.model_dump(),
         LEAKS: find_data_leaks(objective, spec.seed),
     }
+    if isinstance(objective, Objective):
+        attrs[VAL_SAMPLES] = len(prepare_splits(objective, spec.seed)[0].val)
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds
 

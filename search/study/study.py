@@ -222,6 +222,10 @@ class StoredStudy:
         """Return the trials in the given states, or all trials if none are given. The trials are not copied."""
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
+    def refresh(self) -> None:
+        """Read attributes of finished trials again, such as links to MLflow that were stored after the trial ended."""
+        self.storage.drop_caches(self.study_id)
+
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return the feasible COMPLETE trials, best first, as `rank_trials` does."""
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximize_each, infeasible=infeasible)

@@ -19,9 +19,10 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
-from hpsearch.search.finalists.table import Finalists, find_effective_set, to_record
+from hpsearch.search.finalists.table import Finalists, find_effective_set, read_finalists, to_record
 from hpsearch.search.finalists.text import compute_search_bias, format_confirmation, rank_finalists
 from hpsearch.search.report import update_report
+from hpsearch.search.report.headline import make_headline
 from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.services import Services
 from hpsearch.search.spec.spec import StudySpec
@@ -180,6 +181,8 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         )
         value = f"val {escape_markdown(spec.metric)} {get_first_value(best):.4f}"
         lines += ["", f"Best: {_format_trial_link(best)}, {value} with {params}."]
+    if results := make_headline(study, summary, read_finalists(study)).format_lines():
+        lines += ["", escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in results))]
     if summary.out_of_bounds:
         bounds = " or ".join(format_markdown_code(str(bound)) for bound in spec.constraint_bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]

@@ -169,7 +169,7 @@ class PostgresStorage(BaseStorage):
         return studies.create_study(self._database, study_name, directions, fill=write_attrs_and_trials)
 
     def delete_study(self, study_id: int) -> None:
-        self._drop_caches(study_id)
+        self.drop_caches(study_id)
         studies.delete_study(self._database, study_id)
 
     def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
@@ -389,7 +389,7 @@ class PostgresStorage(BaseStorage):
             else:
                 trials = self._cache(study_id).select(self._database, wanted)
         except KeyError:
-            self._drop_caches(study_id)
+            self.drop_caches(study_id)
             raise
         if not wanted <= FINISHED_STATES:
             trials = [self._with_deferred(trial) for trial in trials] if self._deferred else trials
@@ -422,7 +422,8 @@ class PostgresStorage(BaseStorage):
         with self._lock:
             return self._caches.setdefault(study_id, StudyCache(study_id))
 
-    def _drop_caches(self, study_id: int) -> None:
+    def drop_caches(self, study_id: int) -> None:
+        """Read a study from the database again. The cache has finished trials with the attributes of the first read."""
         with self._lock:
             for known in (self._caches, self._names, self._directions):
                 known.pop(study_id, None)

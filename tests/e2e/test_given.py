@@ -28,8 +28,8 @@ def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(
     assert found[2].params["lr"] == 0.02
     assert list(deaths.iterdir())
     shown = cli("show", "given")
-    assert "default; " in shown
-    assert "mine.csv, line 2; " in shown
+    assert "default configuration\n" in shown
+    assert "mine.csv, line 2\n" in shown
     assert "origin  default" in cli("show", "given", "--trial", "0")
     assert "the budget is spent" in cli(*command), "what is there is not enqueued again"
     file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n0.03,24,b\n")

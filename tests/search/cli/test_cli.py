@@ -17,6 +17,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
+from hpsearch.search.process import raise_interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +273,9 @@ def test_an_error_names_a_setting_as_in_the_command(
 ) -> None:
     (tmp_path / "spec.yaml").write_text("objective: digits\nn_trials: 0\n")
     assert refuse("run", "--spec", str(tmp_path / "spec.yaml"), *flags) == f"hpsearch: {said}\n"
+
+
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hpsearch.search.api.study.list_studies", raise_interrupt)
+    assert run_command(["studies"]) == 130
+    assert capsys.readouterr().err == "hpsearch: interrupted\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import compute_hypervolume_history, compute_importances
+from hpsearch.search.report.figures import Importances, compute_hypervolume_history, compute_importances
 from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import list_violations
@@ -93,7 +93,9 @@ def test_each_metric_has_its_own_importances(storage: PostgresStorage) -> None:
     trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
     first, second = (compute_importances(made, place) for place in range(2))
-    assert (first[0][0], second[0][0]) == ("lr", "kind")
+    assert isinstance(first, Importances)
+    assert isinstance(second, Importances)
+    assert (first.shares[0][0], second.shares[0][0]) == ("lr", "kind")
 
 
 def test_a_better_infeasible_trial_is_marked_and_not_the_best(storage: PostgresStorage, tmp_path: Path) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hpsearch.search.console import format_command
 from hpsearch.search.report import trials as shown
-from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import compute_importances
-from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.search.report import update_report, write_report
+from hpsearch.search.report.figures import Importances, compute_importances
+from hpsearch.search.report.show import format_summary
+from hpsearch.search.services import Services
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import INFEASIBLE, PENDING, REASON, RUN_URL, TRACKING
+from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
 
@@ -77,7 +83,10 @@ def test_names_of_users_are_escaped_and_the_data_are_valid_json(page: str) -> No
         ),
         (
             "one trial",
-            ["Trial 0, the only trial so far: validation accuracy 0.5000", "Shown with two or more complete trials"],
+            [
+                "Trial 0, the only trial so far: validation accuracy 0.5000",
+                "Shown with 20 or more complete trials; the study has 1.",
+            ],
         ),
         ("failures alone", ["No trial is complete yet. Last failure: trial 1: ", "2 failed"]),
         ("nothing yet", ["No trial is complete yet.", "0 / 9"]),
@@ -112,5 +121,55 @@ def test_a_single_parameter_has_no_importance(database_url: str) -> None:
 
 def test_equal_values_give_no_importances(database_url: str) -> None:
     """Optuna's evaluator assigns equal importances."""
-    study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
-    assert compute_importances(study) == "Not available: all 3 complete trials have the same value."
+    study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(20)])
+    assert compute_importances(study) == "Not available: all 20 complete trials have the same value."
+
+
+def test_importances_need_trials_and_mark_conditional_parameters(database_url: str) -> None:
+    def made(number: int) -> FrozenTrial:
+        space = {"width": IntDistribution(8, 64), "kind": CategoricalDistribution(("sgd", "adam"))}
+        kind = ("sgd", "adam")[number % 2]
+        params = {"width": 8 + number, "kind": kind, f"{kind}_lr": 1e-4 * (1 + number * 7 % 20)}
+        space[f"{kind}_lr"] = FloatDistribution(1e-5, 1e-1, log=True)  # type: ignore[assignment]
+        return create_trial(value=number, params=params, distributions=space)  # type: ignore[arg-type]
+
+    storage = open_storage(database_url, application_name="test")
+    assert compute_importances(search(storage, "few", [made(n) for n in range(19)])) == (
+        "Shown with 20 or more complete trials; the study has 19."
+    )
+    found = compute_importances(search(storage, "enough", [made(n) for n in range(20)]))
+    assert isinstance(found, Importances)
+    assert found.shares[0][0] == "width"
+    assert (found.n_trials, found.n_best) == (20, 5)
+    assert found.trials_by_conditional == {"sgd_lr": 10, "adam_lr": 10}
+
+
+def test_the_report_and_the_summary_read_what_mlflow_received_meanwhile(database_url: str, tmp_path: Path) -> None:
+    pending = {TRACKING: f"{PENDING}: records not yet sent from host", RUN_URL: ""}
+    study = search(open_storage(database_url, application_name="test"), "s", [trial(0, 0.5, **pending)])
+    [line] = [line for line in format_summary(study, summarise(study), dashboard_url=None) if "MLflow lacks" in line]
+    assert line.startswith("MLflow lacks data of 1 trial, such as trial 0: pending: records not yet sent from host")
+    assert line.endswith(f"; send them with: {format_command('sync', 's')}")
+    links = RunLinks(study.engine)
+    links.record_delivery(study.trials()[0]._trial_id, None)
+    links.set_attr_of_trials([study.trials()[0]._trial_id], RUN_URL, "http://mlflow/run")
+    report = update_report(Services(tmp_path, "", None, None), study)
+    assert "http://mlflow/run" in report.read_text()
+    assert summarise(study).untracked == 0
+
+
+def test_marks_have_enough_contrast_to_be_seen() -> None:
+    """WCAG 2.2 demands 3:1 for parts of figures."""
+    style = (files("hpsearch.search.report") / "templates" / "report.css").read_text()
+    for theme in style.split(":root")[1:3]:
+        colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", theme))
+        light = {name: _compute_luminance(color) + 0.05 for name, color in colors.items()}
+        states = ("accent", "best", "pruned", "infeasible", "failed", "running", "waiting", "paused")
+        ratios = {name: max(light[name], light["page"]) / min(light[name], light["page"]) for name in states}
+        assert {name: ratio for name, ratio in ratios.items() if ratio < 3} == {}
+
+
+def _compute_luminance(color: str) -> float:
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

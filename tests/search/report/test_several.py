@@ -36,8 +36,9 @@ def test_the_table_has_a_column_for_each_metric(study: StoredStudy) -> None:
     assert "  constraints  latency_ms <= 5, model_mb <= 10" in lines
     assert not any(line.split()[:1] in (["metric"], ["direction"]) for line in lines)
     [head] = [line for line in lines if line.startswith("trial ")]
-    assert head.split() == ["trial", "state", "epochs", "accuracy", "latency_ms", "reason"]
-    assert lines[lines.index(head) + 1].split() == ["0", "COMPLETE", "2", "0.9", "4"]
+    assert head.split() == ["trial", "state", "epochs", "accuracy", "latency_ms", "lr", "reason"]
+    assert lines[lines.index(head) + 1].split() == ["0", "complete", "2", "0.9", "4", "0.001"]
+    assert next(line for line in lines if line.startswith("    3  ")).rstrip().endswith("model_mb 12 is not <= 10")
     assert "Pareto front: 2 trials" in lines
 
 

@@ -61,7 +61,7 @@ def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
         pass
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 pruned" in shown
-    assert "rank 4 of 4 at rung 0, only 2 of 4 trials are promoted" in shown
+    assert "0.1 < 0.3 at epoch 1" in shown
 
 
 def test_a_larger_budget_allows_more_promotions(say: Say, claims: Claims, storage: PostgresStorage) -> None:

@@ -28,7 +28,7 @@ def test_show_trial_prints_all_about_a_trial(say: Say, claims: Claims, storage: 
     claims.finish_attempt(second, Outcome.PRUNED, value=0.5, attrs={REASON: "it fell behind", PRUNING: grounds})
     page = say("show", "s", "--trial", "0")
     for line in (
-        r"trial 0 of study s: PRUNED",
+        r"trial 0 of study s: pruned",
         r" +reason +it fell behind",
         r" +pruning +successive_halving pruner, epoch 3, value 0.5, cutoff 0.75, peers 4, rung 1",
         r" +value +accuracy 0.5 \(last epoch\)",

@@ -1,0 +1,252 @@
+"""The headline of a study: what won, by how much, what it cost, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from hpsearch.search.console import format_command, format_number, pluralize
+from hpsearch.search.finalists.refit import list_current_promotions
+from hpsearch.search.finalists.table import Finalists
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import Summary, format_seconds, format_value
+from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, REASON, VAL_SAMPLES
+from hpsearch.storage.records.test_evaluations import read_test_evaluation
+from hpsearch.storage.trials.history import read_run_intervals
+
+_SAME = 1e-6  # relative difference up to which values are equal: metrics of counts may be float32
+_NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
+_EDGE = 0.02  # share of a range at either end that is its edge
+_MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
+_MIN_FAILURES = 3
+_FAILURE_SHARE = 0.1
+_TRIALS_PER_PARAMETER = 5  # below this number of trials, most of the space is unexplored
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A finding of a study, and the command that follows from it."""
+
+    finding: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The answers of a study in a few lines, without a period.
+
+    Attributes:
+        results: the lead of the best trial over the second, and over the default configuration.
+        gain: gain of the best trial over the default configuration; None if unknown.
+        cost: time and epochs; empty if no trial has run.
+        next_steps: findings with their commands, most important first.
+    """
+
+    results: list[str]
+    gain: float | None
+    cost: str
+    next_steps: list[NextStep]
+
+    def format_lines(self) -> list[str]:
+        """Return the lines for a terminal, without the next steps."""
+        return [*self.results, *([f"cost: {self.cost}"] if self.cost else [])]
+
+    def format_next_steps(self) -> list[str]:
+        """Return the next steps as lines for a terminal."""
+        return [f"next: {step.finding}:\n    {step.command}" for step in self.next_steps]
+
+
+def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> Headline:
+    """Return the headline of a search.
+
+    Args:
+        study: the search.
+        summary: summary of the study.
+        finalists: finalists of the study; None if there are none.
+    """
+    results, gain, is_tie = list[str](), None, False
+    if not study.spec.is_multi_objective and summary.best is not None:
+        lead, is_tie = _format_lead(study)
+        default, gain = _compare_with_default(study, summary.best)
+        results = [line for line in (lead, default) if line]
+    next_steps = _find_next_steps(study, summary, finalists, is_tie=is_tie)
+    return Headline(results, gain, _format_cost(study, summary), next_steps)
+
+
+def format_difference(difference: float) -> str:
+    """Return a difference of two values as text: four decimals, or two significant digits if it is small."""
+    return f"{difference:.4f}" if abs(difference) >= 5e-4 else format_number(difference, 2)
+
+
+def _format_lead(study: StoredStudy) -> tuple[str, bool]:
+    """Return the lead of the best trial over the second as text, and whether the lead may be chance."""
+    ranked = [(trial.number, value) for trial in study.best_trials() if (value := get_first_value(trial)) is not None]
+    if len(ranked) < 2 or not math.isfinite(ranked[0][1]):
+        return "", False
+    (_, best), (second, value) = ranked[:2]
+    tied = [str(number) for number, other in ranked[1:] if math.isclose(other, best, rel_tol=_SAME)]
+    if tied:
+        more = f" and {len(tied) - 5} more" if len(tied) > 5 else ""
+        return f"tied with trial{'s' if len(tied) > 1 else ''} {', '.join(tied[:5])}{more}: the same value", True
+    if not math.isfinite(value):
+        return "", False
+    lead = f"ahead of trial {second} by {format_difference(abs(best - value))}"
+    samples = study.attrs.get(VAL_SAMPLES)
+    if study.spec.metric != "accuracy" or samples is None:
+        return lead, False
+    counts = [each * samples for each in (best, value)]
+    if any(abs(count - round(count)) > 0.01 for count in counts):  # accuracy of tokens or pixels
+        return lead, False
+    # Independent errors, so that the standard error is an upper bound: both trials classify the same samples.
+    error = math.sqrt(sum(each * (1 - each) / samples for each in (best, value)))
+    errors = abs(best - value) / error
+    correct = f"{pluralize(round(abs(counts[0] - counts[1])), 'sample')} of {samples}, {errors:.1f} standard errors"
+    return f"{lead} ({correct})", errors < _NOISE_ERRORS
+
+
+def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, float | None]:
+    """Return the gain of the best trial over the default configuration, as text and number."""
+    default = next((trial for trial in study.trials() if trial.user_attrs.get(ORIGIN) == "default"), None)
+    if default is None:
+        return "", None
+    if default.number == best.number:
+        return f"no trial is better than the default configuration, trial {default.number}", 0.0
+    value, top = get_first_value(default), get_first_value(best)
+    if default.state != TrialState.COMPLETE or value is None or top is None or not math.isfinite(value):
+        state = {TrialState.PRUNED: "was pruned", TrialState.FAIL: "failed"}.get(default.state, "has not finished")
+        return f"the default configuration, trial {default.number}, {state}", None
+    gain = top - value if study.spec.maximize else value - top
+    if math.isclose(top, value, rel_tol=_SAME):
+        return f"no better than the default configuration, trial {default.number}", 0.0
+    return f"better than the default configuration, trial {default.number}, by {format_difference(gain)}", gain
+
+
+def _format_cost(study: StoredStudy, summary: Summary) -> str:
+    """Return the cost of a study as text: ``41 s elapsed, 78 s of worker time, 87 epochs``."""
+    intervals = sorted((each.started_at, each.ended_at) for each in read_run_intervals(study.engine, study.study_id))
+    if not intervals:
+        return ""
+    elapsed, end = 0.0, intervals[0][0]
+    for start, stop in intervals:  # the time in which no trial ran does not count
+        elapsed += max((stop - max(start, end)).total_seconds(), 0.0)
+        end = max(end, stop)
+    worked = sum((stop - start).total_seconds() for start, stop in intervals)
+    epochs = pluralize(summary.epochs_run, "epoch")
+    return f"{format_seconds(elapsed)} elapsed, {format_seconds(worked)} of worker time, {epochs}"
+
+
+def _find_next_steps(
+    study: StoredStudy, summary: Summary, finalists: Finalists | None, *, is_tie: bool
+) -> list[NextStep]:
+    spec = study.spec
+    steps = _find_failures(study, summary)
+    if spec.finalists_of is not None or not summary.front:
+        return steps
+    single = None if spec.is_multi_objective else summary.best
+    steps += _find_edges(spec, single) if single is not None else []
+    if not study.is_spent(summary.finished):
+        return steps
+    flat = count_flat_trials(study, summary) if single is not None else 0
+    n_parameters = max(len(trial.params) for trial in study.trials())
+    why = "the best trials may differ by chance only" if is_tie else "the best of many trials is too optimistic"
+    if flat >= max(_MIN_FLAT_TRIALS, summary.finished / 2):
+        why = f"the last {flat} of {pluralize(summary.finished, 'trial')} found no better value"
+    elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None:
+        found = f"{pluralize(summary.finished, 'trial')} are few for {pluralize(n_parameters, 'parameter')}"
+        options = make_extend_options(study, summary)
+        steps.append(NextStep(f"{found}, so a larger budget may help", format_command("extend", spec.name, *options)))
+    return [*steps, *_confirm(study, summary, finalists, why)]
+
+
+def _confirm(study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str) -> list[NextStep]:
+    """Return the step that confirms the winner: finalists (with the reason), then the test set, then the promotion."""
+    name = study.spec.name
+    if finalists is None or finalists.pending:
+        if summary.complete < 2:
+            return []
+        return [NextStep(f"{why}; retrain the best ones on new seeds", format_command("finalists", name))]
+    if finalists.winner is None:
+        return []
+    if read_test_evaluation(study.engine, study.study_id) is None:
+        return [NextStep("evaluate the winner on the test set, once", format_command("evaluate-test", name))]
+    if not list_current_promotions(study):
+        return [NextStep("register the winner as a model", format_command("promote", name))]
+    return []
+
+
+def make_extend_options(study: StoredStudy, summary: Summary) -> tuple[str, str]:
+    """Return the flag of `extend`, and its value, that double the budget that is spent."""
+    spec, spending = study.spec, study.spending
+    if summary.finished >= study.budget or spending is None:
+        return "--trials", f"+{spec.n_trials}"
+    if spending.budget_epochs is not None and spending.epochs >= spending.budget_epochs:
+        return "--budget-epochs", f"+{spending.budget_epochs}"
+    return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
+
+
+def count_flat_trials(study: StoredStudy, summary: Summary) -> int:
+    """Return the number of trials that finished after the best one."""
+    ended = summary.best.datetime_complete if summary.best is not None else None
+    if ended is None:
+        return 0
+    finished = (trial for trial in study.trials() if trial.state.is_finished())
+    return sum(trial.datetime_complete is not None and trial.datetime_complete > ended for trial in finished)
+
+
+def _find_edges(spec: StudySpec, best: FrozenTrial) -> list[NextStep]:
+    """Return a step for the parameters of the best trial at an edge of their ranges."""
+    found = []
+    for name, value in best.params.items():
+        if (side := find_edge(best.distributions[name], value)) is not None:
+            distribution = best.distributions[name]
+            low, high = (format_value(getattr(distribution, end)) for end in ("low", "high"))
+            found.append(f"{name} {format_value(value)} ({side} edge of {low} to {high})")
+    if not found:
+        return []
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    finding = f"the best trial is at the edge of a range: {', '.join(found[:3])}{more}; widen it in suggest, and search"
+    options = ("--warm-start", spec.name) if spec.sampler.can_warm_start and not spec.constraints else ()
+    command = format_command("run", spec.objective, "--name", f"{spec.name}-wider", *options)
+    return [NextStep(f"{finding} again", command)]
+
+
+def find_edge(distribution: object, value: float) -> str | None:
+    """Return the edge of the range at which a value is: "lower", "upper", or None.
+
+    Lower edges that are natural bounds do not count: 0, and 1 for integers.
+    """
+    if not isinstance(distribution, FloatDistribution | IntDistribution) or distribution.low >= distribution.high:
+        return None
+    low, high, at = float(distribution.low), float(distribution.high), float(value)
+    is_natural = low == 0 or (low == 1 and isinstance(distribution, IntDistribution))
+    if distribution.log:
+        low, high, at = math.log(low), math.log(high), math.log(at)
+    share = (at - low) / (high - low)
+    if share >= 1 - _EDGE:
+        return "upper"
+    return "lower" if share <= _EDGE and not is_natural else None
+
+
+def _find_failures(study: StoredStudy, summary: Summary) -> list[NextStep]:
+    """Return a step if many trials failed, or were infeasible, for the same reason."""
+    if summary.failed + summary.infeasible < max(_MIN_FAILURES, _FAILURE_SHARE * summary.finished):
+        return []
+    reasons: dict[int, str] = {}
+    for trial in study.trials(TrialState.FAIL, TrialState.PRUNED):
+        if trial.state == TrialState.FAIL or trial.user_attrs.get(INFEASIBLE):
+            reasons[trial.number] = str(trial.user_attrs.get(REASON, "")).split("\n", 1)[0]
+    kinds = {number: re.sub(r"[\d.]+", "N", reason)[:60] for number, reason in reasons.items()}
+    kind, count = Counter(kinds.values()).most_common(1)[0]
+    if count < max(_MIN_FAILURES, _FAILURE_SHARE * summary.finished):
+        return []
+    last = max(number for number, each in kinds.items() if each == kind)
+    why = f", such as trial {last}: {reasons[last][:120]}" if reasons[last] else ""
+    finding = f"{count} of {pluralize(summary.finished, 'trial')} failed or diverged for the same reason{why}"
+    return [NextStep(finding, format_command("show", study.spec.name, "--trial", str(last)))]
