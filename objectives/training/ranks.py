@@ -24,12 +24,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.rank_heartbeat import RankHeartbeat
 
 T = TypeVar("T")
 Rows = TypeVar("Rows", Tensor, range)
 
 TIMEOUT_SECONDS = 30.0  # seconds within which all ranks must reach a collective of the training
-_CPU_GROUP_TIMEOUT = timedelta(days=7)  # ranks wait here while rank 0 loads data or stores a model
+BARRIER_TIMEOUT_SECONDS = 1800.0  # seconds within which all ranks must reach any other collective
+_JOB_TIMEOUT = timedelta(days=365)  # the other ranks wait here while rank 0 has no trial
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
 _CAUSE_TIMEOUT_SECONDS = 5.0  # time for a failed rank to store its error
 _WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, because NCCL does not detect closed connections
@@ -47,15 +49,23 @@ class _RankZeroError(RuntimeError):
     """Error on the other ranks if rank 0 raised an error in `run_on_rank_zero`."""
 
 
+def _exit_process(reason: str) -> None:
+    """Exit at once with code 1. The main thread may wait for the rank that does not respond."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{reason}; this rank exits\n".encode())
+    os._exit(1)
+
+
 class Ranks:
     """Communication with the other ranks; this base class is for a single process."""
 
     rank = 0
     world_size = 1
-    cpu_group: Any = None  # gloo process group without a timeout; None in a single process
+    cpu_group: Any = None  # gloo process group with the timeout of barriers; None in a single process
     # Set by the code that runs the process: whether this rank has the stop signal, and the action of rank 0 if any has.
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
     on_stop_request: Callable[[], None] = staticmethod(lambda: None)
+    on_rank_lost: Callable[[str], None] = staticmethod(_exit_process)  # another rank does not respond; gets the reason
 
     def __repr__(self) -> str:  # the reference pages print it as a default
         return f"rank {self.rank} of {self.world_size}"
@@ -84,6 +94,10 @@ class Ranks:
 
     def broadcast_object(self, value: T) -> T:
         """Return the value that rank 0 passes."""
+        return value
+
+    def wait_for_rank_zero(self, value: T) -> T:
+        """Return the value that rank 0 passes, without a timeout."""
         return value
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -117,15 +131,26 @@ def current_ranks() -> Ranks:
 class _ProcessGroup(Ranks):
     """One of several ranks. The ranks connect through a store, which outlives the process group.
 
-    `backend` is used for collectives over tensors: "gloo", or "nccl" for GPUs. All ranks must reach a collective
-    within `timeout` seconds.
+    `backend` is used for collectives over tensors: "gloo", or "nccl" for GPUs. All ranks must reach a collective of
+    the training within `timeout` seconds, and each other collective within `barrier_timeout` seconds.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, world_size: int, *, backend: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: c10d.Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str,
+        timeout: float,
+        barrier_timeout: float,
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._backend, self._timeout = store, backend, timedelta(seconds=timeout)
+        self._barrier_timeout = timedelta(seconds=barrier_timeout)
         self._generation = 0
         self._join()
+        self._heartbeat = RankHeartbeat(store, rank, world_size, timeout=timeout, on_lost=self._end_process)
 
     def _join(self) -> None:
         self._generation += 1
@@ -141,18 +166,26 @@ class _ProcessGroup(Ranks):
                 world_size=self.world_size,
                 timeout=self._timeout,
             )
-            # Collectives that wait for work of rank 0 need a separate group without a timeout.
-            self.cpu_group = dist.new_group(backend="gloo", timeout=_CPU_GROUP_TIMEOUT)
+            # Collectives that wait for work of another rank need separate groups with longer timeouts.
+            self.cpu_group = dist.new_group(backend="gloo", timeout=self._barrier_timeout)
+            self._job_group = dist.new_group(backend="gloo", timeout=_JOB_TIMEOUT)
         except RuntimeError as error:
             raise RankLostError(f"the ranks did not connect: {_one_line(error)}") from error
         self._watched = threading.Event()
         if self._backend != "gloo":
             threading.Thread(target=self._watch, args=(self._generation, self._watched), daemon=True).start()
 
+    def _end_process(self, reason: str) -> None:
+        self.on_rank_lost(reason)  # read now, because it is set after the start of the heartbeats
+
+    def stop_heartbeat(self) -> None:
+        """Stop the heartbeats of this rank, before its process ends."""
+        self._heartbeat.stop()
+
     def close(self) -> None:
         """Close this rank's connections, so that the other ranks stop waiting for it."""
         self._watched.set()
-        self.cpu_group = None
+        self.cpu_group = self._job_group = None
         if self._backend != "gloo":
             _abort_collectives()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a custom loop may have closed the group
@@ -171,10 +204,10 @@ class _ProcessGroup(Ranks):
         return values
 
     def broadcast_object(self, value: T) -> T:
-        held = [value]
-        _require_connections()
-        dist.broadcast_object_list(held, src=0, group=self.cpu_group)
-        return held[0]
+        return _broadcast(value, self.cpu_group)
+
+    def wait_for_rank_zero(self, value: T) -> T:
+        return _broadcast(value, self._job_group)
 
     def all_gather_object(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world_size
@@ -236,8 +269,14 @@ class _ProcessGroup(Ranks):
             self._store.wait([_cause_key(self._generation)], timedelta(seconds=_CAUSE_TIMEOUT_SECONDS))
             return _from_json(self._store.get(_cause_key(self._generation)).decode(), error)
         except RuntimeError:  # no rank stored an error, or the store is gone
-            seconds = self._timeout.total_seconds()
-            return RankLostError(f"another rank exited or did not answer within {seconds:g} s: {_one_line(error)}")
+            return RankLostError(f"another rank exited or did not answer in time: {_one_line(error)}")
+
+
+def _broadcast(value: T, group: Any) -> T:
+    held = [value]
+    _require_connections()
+    dist.broadcast_object_list(held, src=0, group=group)
+    return held[0]
 
 
 def _require_connections() -> None:
@@ -312,13 +351,20 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def init_process_group(
-    *, device: str = "cpu", timeout: float = TIMEOUT_SECONDS, store_path: Path | None = None
+    *,
+    device: str = "cpu",
+    timeout: float = TIMEOUT_SECONDS,
+    barrier_timeout: float = BARRIER_TIMEOUT_SECONDS,
+    store_path: Path | None = None,
 ) -> Iterator[Ranks]:
     """Join the ranks that torchrun's environment variables describe; in the context, `current_ranks` returns them.
 
     Args:
         device: the training device, "cpu" or "cuda".
-        timeout: seconds within which all ranks must reach a collective of the training.
+        timeout: seconds within which all ranks must reach a collective of the training, and within which each rank must
+            respond.
+        barrier_timeout: seconds within which all ranks must reach any other collective, such as a wait for a rank that
+            loads data or saves.
         store_path: file in a private folder, through which the ranks of one machine connect. None uses `MASTER_ADDR`
             and `MASTER_PORT`, a port that other users may reach.
 
@@ -333,10 +379,18 @@ def init_process_group(
         store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    group = _ProcessGroup(c10d.PrefixStore("ranks", store), rank, world_size, backend=backend, timeout=timeout)
+    group = _ProcessGroup(
+        c10d.PrefixStore("ranks", store),
+        rank,
+        world_size,
+        backend=backend,
+        timeout=timeout,
+        barrier_timeout=barrier_timeout,
+    )
     _CURRENT["ranks"] = group
     try:
         yield group
     finally:
         _CURRENT.clear()
+        group.stop_heartbeat()
         group.close()

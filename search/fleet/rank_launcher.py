@@ -271,7 +271,9 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
         torch.cuda.set_device(device)
     options = options.model_copy(update={"device": device})
     timeout = options.collective_timeout or options.lease / 2
-    with init_process_group(device=device, timeout=timeout, store_path=place) as ranks:
+    with init_process_group(
+        device=device, timeout=timeout, barrier_timeout=options.barrier_timeout, store_path=place
+    ) as ranks:
         if not ranks.is_rank_zero:
             ranks.should_stop = stop_worker_on_signals().is_set
             try:

@@ -62,7 +62,9 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
-        current_ranks().on_stop_request = context.shutdown.start  # called if another rank gets the signal
+        ranks = current_ranks()
+        ranks.on_stop_request = context.shutdown.start  # called if another rank gets the signal
+        ranks.on_rank_lost = context.watchdog.exit
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
         exit_code = Worker(context).run_trials()

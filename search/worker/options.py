@@ -24,6 +24,7 @@ class FleetWorkerOptions(TypedDict, total=False):
 
     devices: int
     collective_timeout: float | None
+    barrier_timeout: float
     grace: float
     save_every: float | None
     stall_factor: float | None
@@ -58,6 +59,11 @@ class WorkerOptions(Options):
         default=None,
         gt=0,
         description="Timeout in seconds of collective operations of a trial's devices  [default: half of --lease]",
+    )
+    barrier_timeout: Number = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds that a trial's devices wait for one that loads data, evaluates, reports or saves",
     )
     grace: Number = Field(
         default=DEFAULT_GRACE_SECONDS,

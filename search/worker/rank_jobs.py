@@ -81,7 +81,7 @@ def _receive_job(ranks: Ranks) -> Job | int:
 def _broadcast(ranks: Ranks, message: Job | int) -> Job | int:
     """Return the message of rank 0. No training runs at this time, so any error means that a rank ended."""
     try:
-        return ranks.broadcast_object(message)
+        return ranks.wait_for_rank_zero(message)
     except (RuntimeError, ValueError) as error:
         raise RankLostError(f"connection to another rank lost: {error}") from error
 

@@ -77,10 +77,14 @@ class Watchdog:
                 continue
             if pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest):
                 continue
-            text = "no training step for %.0f s (longest pause before: %.3g s); releasing the trial and exiting"
-            log.error(text, pause, self._longest)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            try:
+            self.exit(f"no training step for {pause:.0f} s (longest pause before: {self._longest:.3g} s)")
+
+    def exit(self, reason: str) -> None:
+        """Release the trial of the monitored attempt, if there is one, and end this process, which may hang."""
+        log.error("%s; releasing the trial and exiting", reason)
+        try:
+            if (release := self._release) is not None:
                 release()
-            finally:
-                os._exit(EXIT_UNAVAILABLE)
+        finally:
+            os._exit(EXIT_UNAVAILABLE)

@@ -161,18 +161,35 @@ def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
     assert "(on rank 1)" in next(line for line in log.splitlines() if "trial 1: PRUNED" in line)
 
 
+FREEZES = {
+    1: [
+        Order("training", "freeze", trial=0, epoch=1, nth=2, rank=1),
+        Order("receive job", "freeze", trial=1, rank=1, when="after"),
+    ],
+    0: [
+        Order("training", "freeze", trial=0, epoch=1, nth=2),
+        Order("restore checkpoint", "freeze", trial=1),
+        Order("save checkpoint", "freeze", trial=2, nth=2),
+        Order("report", "freeze", trial=3, nth=2),
+        Order("publish run", "freeze", trial=4),
+    ],
+}
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[int, Values], rank: int) -> None:
-    arena.create(1, [Order("training", "freeze", trial=0, epoch=1, nth=2, rank=rank)])
+    """Also where the others wait for it without a collective of the training."""
+    arena.create(count := len(FREEZES[rank]), FREEZES[rank])
     work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="8")
-    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
-    assert trial.outcomes == ["lost", "complete"]
+    expected = undisturbed(arena, together, 6)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, count)
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * count
 
 
 def test_a_worker_that_lost_its_trial_abandons_it_on_all_ranks(arena: Arena, together: dict[int, Values]) -> None:
     """Its rank 0 is frozen beyond its lease while the other waits for it."""
     arena.create(1, [Order("report", "freeze", trial=0, nth=2)])
-    first = arena.start(HPSEARCH_DEVICES="2")
+    first = arena.start(HPSEARCH_DEVICES="2", HPSEARCH_COLLECTIVE_TIMEOUT="600")  # otherwise the other rank exits
     wait_for(lambda: arena.has_obeyed(0), "rank 0 to be frozen")
     frozen = int((arena.orders / "obeyed-0").read_text())
     second = arena.start(HPSEARCH_DEVICES="2")
