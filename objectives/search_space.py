@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
@@ -15,6 +16,21 @@ class TrialProtocol(Protocol):
     A parameter name has one distribution in the whole study, so parameters of different branches of `suggest` need
     different names.
     """
+
+    @property
+    def number(self) -> int:
+        """The number of the trial in its study; 0 without a study."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The values that were suggested so far, by name."""
+
+    @property
+    def user_attrs(self) -> Mapping[str, Any]:
+        """The attributes that `set_user_attr` set, by key."""
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Set a user attribute."""
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
@@ -29,10 +45,27 @@ class TrialProtocol(Protocol):
 
 
 class StudylessTrial:
-    """Base class of trials without a study. `values` contains the suggested values by name."""
+    """Base class of trials without a study, with the attributes of `optuna.trial.FixedTrial`.
+
+    `values` contains the suggested values by name.
+    """
+
+    number = 0
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.user_attrs: dict[str, Any] = {}
+        self.system_attrs: dict[str, Any] = {}
+        self.datetime_start = datetime.now()  # without a time zone, as in Optuna
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The values that were suggested so far, by name."""
+        return dict(self.values)
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Set a user attribute of this trial."""
+        self.user_attrs[key] = value
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -40,6 +41,15 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
             raise ObjectiveError(f"the checkpoint contains the path {name!r}, which is outside the checkpoint folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         content.numpy().tofile(path)
+
+
+def empty_folder(folder: Path) -> None:
+    """Delete the contents of a folder, but not the folder, whose path the loop may have stored."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def choose_checkpoint_folder(run_dir: Path | None) -> Path:

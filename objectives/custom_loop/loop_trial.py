@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -13,7 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hpsearch.objectives.custom_loop.folder import choose_checkpoint_folder, list_files, pack_folder
+from hpsearch.objectives.custom_loop.folder import (
+    choose_checkpoint_folder,
+    empty_folder,
+    list_files,
+    pack_folder,
+)
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.objectives.objective import BaseObjective
@@ -96,8 +100,8 @@ class LoopTrial:
     def checkpoint(self) -> Path:
         """Folder for checkpoints that a library writes from all ranks, the same on all ranks of a machine.
 
-        The folder is empty at the start of a new trial and after each report with `folder=trial.checkpoint`. In a
-        resumed trial it contains the files of the last report.
+        The folder exists. It is empty at the start of a new trial and after each report with `folder=trial.checkpoint`.
+        In a resumed trial it contains the files of the last report.
         """
         self._checkpoint.mkdir(parents=True, exist_ok=True)
         return self._checkpoint
@@ -165,7 +169,7 @@ class LoopTrial:
         try:
             self.verdict = self._run.save_and_report(record, {"state": state, **files}, best=kept)
             if saved is not None and saved.resolve() == self._checkpoint.resolve():  # other folders are the user's
-                self._ranks.run_on_rank_zero(lambda: shutil.rmtree(saved, ignore_errors=True))
+                self._ranks.run_on_rank_zero(lambda: empty_folder(saved))
         except BaseException as error:  # includes errors that the loop may catch: a lost claim, a stop
             self.failure = error
             raise

@@ -5,6 +5,8 @@ import pytest
 
 from hpsearch import ObjectiveError, TrainConfig
 from hpsearch.objectives.search_space import FixedTrial
+from hpsearch.search.study.preflight import check_objective_code
+from tests.factories import spec_of
 from tests.objectives.training.support import fit
 
 
@@ -33,6 +35,31 @@ def test_every_middle_is_in_its_range():
         study.enqueue_trial({"n": middle})
         trial = study.ask({"n": optuna.distributions.IntDistribution(low, high, step=step)})
         assert trial.params["n"] == middle
+
+
+def _numbered(_self, trial):
+    trial.set_user_attr("parity", trial.number % 2)
+    lr = trial.suggest_float("lr", 1e-4, 1e-2, log=True)
+    return TrainConfig(lr=trial.params["lr"], model={"parity": trial.user_attrs["parity"], "lr": lr})
+
+
+def test_suggest_may_use_the_attributes_of_a_trial_without_a_study(objective_with):
+    assert objective_with(suggest=_numbered).default_config().model == {"parity": 0, "lr": pytest.approx(1e-3)}
+
+
+def _of_a_study(_self, trial):
+    return TrainConfig(lr=trial.suggest_float("lr", 1e-4, 1e-2), batch_size=8 + len(trial.study.trials))
+
+
+def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(objective_with):
+    with pytest.raises(ObjectiveError, match=r"\.suggest: .*test_default_config.py:\d+: AttributeError: .* 'study'"):
+        check_objective_code(objective_with(suggest=_of_a_study), spec_of(name="none"))
+
+
+def test_a_report_that_fails_does_not_fail_the_run(objective_with, tmp_path, no_plots):
+    result = fit(objective_with(suggest=_of_a_study), epochs=1, run_dir=tmp_path)
+    assert result.status == "completed"
+    assert "no report: ObjectiveError: Changed.suggest" in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.slow

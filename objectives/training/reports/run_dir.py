@@ -109,6 +109,16 @@ class RunDir:
         except OSError as error:
             self.log.warning("%s cannot be written: %s; the run continues", name, error.strerror)
 
+    @contextmanager
+    def _tolerate_any_error(self, name: str) -> Iterator[None]:
+        """Log errors instead of raising them, because a missing report must not fail a run that has trained."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            self.log.warning("no %s: %s: %s", name, type(error).__name__, error, exc_info=True)
+
     def finish(
         self, result: RunResult, names: Sequence[str], write: Callable[[Path, list[dict[str, Any]]], None]
     ) -> list[Path]:
@@ -124,8 +134,10 @@ class RunDir:
             for plot in ("curves.png", "gradients.png"):  # the plots may be of an earlier attempt
                 (self.path / plot).unlink(missing_ok=True)
             if result.status != "pruned":
-                self._draw(result, names, steps)
-            write(self.path / "report.md", steps)
+                with self._tolerate_any_error("plots"):
+                    self._draw(result, names, steps)
+            with self._tolerate_any_error("report"):
+                write(self.path / "report.md", steps)
         return [self.path / name for name in RUN_FILES if (self.path / name).exists()]
 
     def _draw(self, result: RunResult, names: Sequence[str], steps: list[dict[str, Any]]) -> None:

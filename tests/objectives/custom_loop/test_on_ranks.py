@@ -242,6 +242,18 @@ def test_the_folder_of_a_killed_process_is_restored(tmp_path):
     assert _saves(tmp_path / "killed", False) == _saves(tmp_path / "whole", False)
 
 
+def test_a_path_in_the_checkpoint_folder_is_valid_in_every_epoch(tmp_path):
+    class Stored(Drawn):
+        def run(self, trial):
+            file = trial.checkpoint / "total"
+            for _ in trial.epochs():
+                assert not file.exists()
+                file.write_text("1.0")
+                trial.report({"drawn": 1.0}, folder=trial.checkpoint)
+
+    assert trained(SINGLE_PROCESS, Stored(), tmp_path)[0] == "completed"
+
+
 def test_a_folder_of_the_user_is_saved_and_not_removed(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
