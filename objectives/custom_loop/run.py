@@ -6,6 +6,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from hpsearch.objectives.errors import (
 from hpsearch.objectives.training.evaluation.step import bind_forward
 from hpsearch.objectives.training.loop.epoch import require_same_run
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+from hpsearch.objectives.training.ranks import init_group_of_one
 from hpsearch.objectives.training.reports.report import format_image, format_value, list_custom_settings, write_sections
 from hpsearch.objectives.training.reproducibility.changes import read_changes
 from hpsearch.objectives.training.reproducibility.environment import (
@@ -171,9 +173,11 @@ class LoopRun(BaseLoopRun):
         """
         owner = type(self.objective).__name__
         reset_distributed_state()
+        group = init_group_of_one(self.device) if self.ranks.is_single_process else nullcontext()
         with make_reproducible(deterministic=False), self.files.logging():
             try:
-                verdict = self._train()
+                with group:
+                    verdict = self._train()
             except BaseException:
                 reset_distributed_state()  # open connections of a library would make the other ranks wait
                 raise

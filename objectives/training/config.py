@@ -113,6 +113,10 @@ class TrainConfig:
     ] = 50
     validate_every: Annotated[int | None, field("steps between validations in an epoch; None for none", ge=1)] = None
     strategy: Annotated[str, choice(STRATEGIES, "distribution of a model over several devices")] = "ddp"
+    find_unused_parameters: Annotated[
+        bool | None,
+        field('with "ddp": search each step for parameters without gradient; None decides by the first micro-batch'),
+    ] = None
     lr_scaling: Annotated[str, choice(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
     cpu_offload: Annotated[bool, field('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False
     shard_checkpoint_above_gib: Annotated[

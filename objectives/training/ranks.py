@@ -34,6 +34,7 @@ BARRIER_TIMEOUT_SECONDS = 1800.0  # seconds within which all ranks must reach an
 _JOB_TIMEOUT = timedelta(days=365)  # the other ranks wait here while rank 0 has no trial
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
 _CAUSE_TIMEOUT_SECONDS = 5.0  # time for a failed rank to store its error
+_TRACEBACK_CHARACTERS = 20_000  # maximum length of a traceback that is sent to the other ranks
 _WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, because NCCL does not detect closed connections
 
 
@@ -325,21 +326,23 @@ def _to_json(error: BaseException, rank: int) -> str:
     kind = type(error)
     attributes = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
     where = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__}
-    return json.dumps({**where, "text": str(error), "attributes": attributes})
+    trace = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+    return json.dumps({**where, "text": str(error), "attributes": attributes, "traceback": trace})
 
 
 def _from_json(described: str, own: BaseException) -> BaseException:
-    """Return the error of another rank, or the error `own` if both are equal."""
+    """Return the error of another rank, with its traceback as a note; or the error `own` if both are equal."""
     other = json.loads(described)
     if other["name"] == type(own).__qualname__ and other["text"] == str(own):
         return own
     text = f"{other['text']} (on rank {other['rank']})"
-    if not other["module"].startswith("hpsearch.objectives."):
-        return RankError(f"{other['name']}: {text}")
-    kind = getattr(importlib.import_module(other["module"]), other["name"], RankError)
-    error: BaseException = kind.__new__(kind)
-    error.args = (text,)
-    vars(error).update(other["attributes"])
+    error: BaseException = RankError(f"{other['name']}: {text}")
+    if other["module"].startswith("hpsearch.objectives."):
+        kind = getattr(importlib.import_module(other["module"]), other["name"], RankError)
+        error = kind.__new__(kind)
+        error.args = (text,)
+        vars(error).update(other["attributes"])
+    error.add_note(f"Traceback on rank {other['rank']}:\n{other['traceback']}")
     return error
 
 
@@ -347,6 +350,31 @@ def _one_line(error: BaseException) -> str:
     """Return an error as one line, without the position in gloo's source."""
     text = re.sub(r"\[/\S*gloo/\S+\] ", "", str(error))
     return " ".join(f"{type(error).__name__}: {text}".split())[:500]
+
+
+@contextlib.contextmanager
+def init_group_of_one(device: torch.device) -> Iterator[None]:
+    """Return a context with a process group of this process, for scripts that use `torch.distributed` on one device.
+
+    If a process group exists, the context uses it.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    interface = "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform == "linux"
+    if interface:  # otherwise gloo looks up the host's name, which may fail
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # no export
+    finally:
+        if interface:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the loop may have closed the group
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

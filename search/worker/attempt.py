@@ -164,7 +164,7 @@ class Attempt:
 
     def _fail(self, error: BaseException) -> TrialEnd | None:
         reason = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
-        if not isinstance(error, ObjectiveError):
+        if not isinstance(error, ObjectiveError) or hasattr(error, "__notes__"):  # a note is another rank's traceback
             log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
             with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
                 report = self._run_dir / "error.txt"

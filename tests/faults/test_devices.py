@@ -159,6 +159,8 @@ def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
     log = arena.workers[1].log.read_text()
     assert "no such layer" in next(line for line in log.splitlines() if "trial 0: FAIL" in line)
     assert "(on rank 1)" in next(line for line in log.splitlines() if "trial 1: PRUNED" in line)
+    assert "Traceback on rank 1:" in log
+    assert log.count(", in _raise\n") == 2, "the tracebacks of trial 0 and trial 3"
 
 
 FREEZES = {

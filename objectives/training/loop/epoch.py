@@ -154,16 +154,16 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
     size = sum(batch.size for batch in batches)
     counts = [batch.has_samples for batch in batches]
     if run.sam is None:
-        loss, weight = _add_gradient(run, (batch.load() for batch in batches), counts, size, running)
+        loss, weight, own_loss = _add_gradient(run, (batch.load() for batch in batches), counts, size, running)
     else:
         loaded = [batch.load() for batch in batches]  # both passes use the same augmented samples
-        loss, weight = _add_gradient(run, loaded, counts, size, running)
+        loss, weight, own_loss = _add_gradient(run, loaded, counts, size, running)
         with run.sam.perturbed_weights(run.model):
             _add_gradient(run, loaded, counts, size, None)
     run.precision.scaler.unscale_(run.optimizer)
     run.steplog.record_step(point, loss)
     norm = clip_gradients(run.strategy, run.optimizer, run.config)
-    run.finite_guard.check(point, loss, norm, scaled=run.precision.scaled)
+    run.finite_guard.check(point, loss, norm, own_loss, scaled=run.precision.scaled)
     if stepped := run.precision.step(run.optimizer):
         run.schedule.step()
         run.weight_averaging.after_step()
@@ -176,7 +176,7 @@ def train_step(run: Run, batches: Sequence[LazyBatch], point: StepPosition, runn
 
 def _add_gradient(
     run: Run, batches: Iterable[Batch], counts: Sequence[bool], size: int, running: RunningMetrics | None
-) -> tuple[Tensor, Tensor | float]:
+) -> tuple[Tensor, Tensor | float, Tensor]:
     """Add the gradient of the mean loss over `size` samples to the parameters' gradients.
 
     Each rank adds the share of its own samples; the sum over ranks is the gradient of the mean.
@@ -189,7 +189,7 @@ def _add_gradient(
         running: metrics to update; None updates no metrics.
 
     Returns:
-        The mean loss, and its divisor.
+        The mean loss, its divisor, and this rank's part of the loss.
     """
     parts: list[Tensor] = []
     weights: list[Tensor | float] = []
@@ -205,10 +205,11 @@ def _add_gradient(
         if running is not None:
             running.add(step, batch.size * own)
     loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    own_loss = loss if world == 1 else loss.clone()
     if not weights:
-        return run.ranks.all_reduce_sum(loss), size
+        return run.ranks.all_reduce_sum(loss), size, own_loss
     if world == 1 and len(parts) == 1:
-        return loss, weights[0]
+        return loss, weights[0], own_loss
     # The total weight is known only here, so the gradients, which are scaled by samples, are rescaled to weights.
     own_weight = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
     if world > 1:
@@ -220,7 +221,7 @@ def _add_gradient(
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-    return loss * scale, total
+    return loss * scale, total, own_loss
 
 
 def clip_gradients(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tensor:

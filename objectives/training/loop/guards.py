@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, get_first_line, is_out_of_memory
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.config import TrainConfig
@@ -102,23 +103,29 @@ class FiniteGuard:
 
     On a CPU every step is checked before the optimizer runs. On an accelerator, reading a value waits for the device,
     so steps are checked in groups of `every` and at the end of the epoch, before anything is validated, saved or
-    reported. The error contains the position of the first step that is not finite.
+    reported. The error contains the position of the first step that is not finite, and the ranks that caused it.
     """
 
-    def __init__(self, device: torch.device, *, every: int = 16, max_skipped: int = 10) -> None:
+    def __init__(
+        self, device: torch.device, ranks: Ranks = SINGLE_PROCESS, *, every: int = 16, max_skipped: int = 10
+    ) -> None:
+        self._ranks = ranks
         self._every = 1 if device.type == "cpu" else every
         self._max_skipped = max_skipped
-        self._pending: list[tuple[StepPosition, Tensor, Tensor]] = []
+        self._pending: list[tuple[StepPosition, Tensor, Tensor, Tensor]] = []
         self.skipped = 0  # consecutive steps that loss scaling skipped; saved in checkpoints
         self.skipped_in_all = 0
 
-    def check(self, point: StepPosition, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
+    def check(
+        self, point: StepPosition, loss: Tensor, grad_norm: Tensor, own_loss: Tensor | None = None, *, scaled: bool
+    ) -> None:
         """Check a step, or store it for a later check.
 
         Args:
             point: position of the step.
             loss: loss of the step, a scalar on the device.
             grad_norm: gradient norm before clipping, a scalar on the device.
+            own_loss: this rank's part of the loss, a scalar on the device; None if it is the loss.
             scaled: whether loss scaling is used; then an infinite gradient only skips the step.
 
         Raises:
@@ -126,7 +133,8 @@ class FiniteGuard:
         """
         if self._every == 1 and math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
             return
-        self._pending.append((point, loss.detach(), torch.zeros_like(grad_norm) if scaled else grad_norm.detach()))
+        norm = torch.zeros_like(grad_norm) if scaled else grad_norm.detach()
+        self._pending.append((point, loss.detach(), norm, (loss if own_loss is None else own_loss).detach()))
         if len(self._pending) >= self._every:
             self.flush()
 
@@ -139,11 +147,19 @@ class FiniteGuard:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        values = torch.stack([torch.stack((loss.double(), norm.double())) for _, loss, norm in pending]).tolist()
-        for (point, _, _), (loss, norm) in zip(pending, values, strict=True):
+        values = torch.stack([torch.stack([v.double() for v in scalars]) for _, *scalars in pending]).tolist()
+        for (point, *_), (loss, norm, own_loss) in zip(pending, values, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-                raise NonFiniteError(what, grad_norm=norm, **point._asdict())
+                raise NonFiniteError(what + self._describe_ranks(own_loss), grad_norm=norm, **point._asdict())
+
+    def _describe_ranks(self, own_loss: float) -> str:
+        """Return the ranks whose part of the loss is not finite, as text. All ranks call this at the same step."""
+        is_finite = self._ranks.all_gather_object(math.isfinite(own_loss))
+        bad = [str(rank) for rank, finite in enumerate(is_finite) if not finite]
+        if not 0 < len(bad) < self._ranks.world_size:
+            return ""
+        return f" on rank{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
 
     def count(self, point: StepPosition, grad_norm: Tensor, *, stepped: bool) -> None:
         """Count consecutive steps that loss scaling skipped.

@@ -258,17 +258,25 @@ _TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast and loss scaling. Only fp16 needs loss scaling, because bf16 has the range of fp32."""
+    """Autocast and loss scaling. Only fp16 needs loss scaling, because bf16 has the range of fp32.
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._device = device.type
+    Args:
+        name: value of `TrainConfig.precision`.
+        device: device of the model.
+        cache_casts: whether autocast keeps the casts of all weights until the end of the forward pass.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, cache_casts: bool = True) -> None:
+        self._device, self._cache_casts = device.type, cache_casts
         self._dtype = _TYPES[name]
         self.scaled = name == "fp16"  # loss scaling skips steps with an infinite gradient
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.scaled)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context for a forward pass."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device, dtype=self._dtype)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device, dtype=self._dtype, cache_enabled=self._cache_casts)
 
     def backward(self, loss: Tensor) -> None:
         """Add the scaled gradient of `loss` to the parameters' gradients."""

@@ -20,6 +20,7 @@ class Strategy:
     """Strategy of a single process, and base class of the strategies that `TrainConfig.strategy` names."""
 
     name: ClassVar[str] = "one process"
+    can_cache_casts: ClassVar[bool] = True  # whether a device has the memory for low-precision casts of all weights
 
     def __init__(self, ranks: Ranks, config: TrainConfig) -> None:
         self._ranks, self._config = ranks, config

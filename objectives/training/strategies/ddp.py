@@ -46,7 +46,9 @@ class DDPStrategy(Strategy):
         return step
 
     def _wrap(self, batch: Batch, autocast: AbstractContextManager[None]) -> DistributedDataParallel:
-        unused = self._has_unused_parameters(batch, autocast)
+        unused = self._config.find_unused_parameters
+        if unused is None:
+            unused = self._has_unused_parameters(batch, autocast)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames an option; 2.11 lacks the new name
             return DistributedDataParallel(

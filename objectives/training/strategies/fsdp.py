@@ -33,6 +33,7 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
+    can_cache_casts = False  # the cache would hold the whole model on each device
     _device: torch.device
     _unsharded: nn.Module
     _has_warned = False

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
@@ -312,3 +313,16 @@ def test_a_trial_does_not_inherit_the_library_state_of_the_previous_trial():
 def test_a_single_process_trains_with_a_local_session(tmp_path):
     result = fit(Drawn(), {"lr": 0.1}, RunPlan(2, 7, 7), session=LocalSession(tmp_path), device="cpu")
     assert (result.status, result.best) == ("completed", {"rank": 0})
+
+
+def test_a_single_process_has_a_process_group(tmp_path):
+    def run(_, trial):
+        for _ in trial.epochs():
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            torch.distributed.checkpoint.save({"total": total}, checkpoint_id=str(trial.checkpoint))
+            trial.report({"drawn": total}, folder=trial.checkpoint)
+
+    for number in range(2):
+        assert trained(SINGLE_PROCESS, parts(run=run), tmp_path / str(number))[0] == "completed"
+    assert not torch.distributed.is_initialized()

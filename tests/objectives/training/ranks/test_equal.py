@@ -79,6 +79,28 @@ class Encoder(nn.Module):
         return torch.tanh(self.body(x))
 
 
+class Routed(Sides):
+    """A mixture of two experts, one of which gets no sample of some batches on some ranks."""
+
+    def model(self, config, train):
+        return Experts()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).long()
+        outputs = x.new_zeros(len(x), 2)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                outputs = outputs.index_copy(0, rows, expert(x[rows]))
+        return outputs
+
+
 class Loaded(Sides):
     """Samples from a DataLoader."""
 
@@ -110,6 +132,7 @@ RUNS = {
     "auroc": (Ranked, UNEVEN),
     "ignored labels": (Ignoring, UNEVEN),
     "own step and metric": (CustomStep, UNEVEN),
+    "experts": (Routed, dataclasses.replace(UNEVEN, batch_size=6, find_unused_parameters=True)),
     "whole split": (Whole, UNEVEN),
     "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),
 }

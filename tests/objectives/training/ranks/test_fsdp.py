@@ -189,6 +189,13 @@ def noted():
     return run.steplog.drain(), run
 
 
+def caches_casts():
+    """Return whether autocast keeps the casts of all weights in a bf16 run."""
+    run = Trainer(WideSides(), dataclasses.replace(SHARDED, precision="bf16"), epochs=1, seed=0)._build()
+    with run.precision.autocast():
+        return torch.is_autocast_cache_enabled()
+
+
 def on_two(ranks, folder):
     refused(Scalar)
     with contextlib.suppress(ObjectiveError), ranks.fail_together():  # later runs have new connections
@@ -198,6 +205,7 @@ def on_two(ranks, folder):
     leave(folder)
     found["refused"] = {name: refused(objective) for name, objective in REFUSED.items()}
     found["noted"], run = noted()
+    found["caches casts"] = caches_casts()
     found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
     result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
     found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
@@ -220,7 +228,8 @@ def alone(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("alone")
     leave(folder)
-    return folder, {**{name: trained(name) for name in RUNS}, "noted": noted()[0]}
+    own = {"noted": noted()[0], "caches casts": caches_casts()}
+    return folder, {**{name: trained(name) for name in RUNS}, **own}
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +273,11 @@ def test_each_rank_holds_only_its_shard(two):
     held = [found["held"] for found in two[1]]
     assert sum(held) == total
     assert max(held) < 0.6 * total
+
+
+def test_autocast_does_not_keep_a_copy_of_the_whole_model_on_each_rank(alone, two):
+    assert alone[1]["caches casts"]
+    assert [found["caches casts"] for found in two[1]] == [False, False]
 
 
 def test_compiled_fsdp_training_is_equal_or_marked_not_exact(alone, two):
