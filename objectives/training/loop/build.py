@@ -145,7 +145,7 @@ def build_run(
     with strategy.explain_sharding_errors():
         scores = sanity_check(objective, run)
     if config.compile:
-        reason = compile_model(run.model, run.eval_model, lambda: _try_step(run))
+        reason = compile_model(run.model, run.eval_model, lambda: _try_step(run), ranks)
         run.environment["compiled"] = reason is None
         if reason:
             run.resume_notes.append(f"model not compiled: {reason}")
@@ -208,12 +208,17 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
 
 
 def _try_step(run: Run) -> None:
-    """Run a forward and a backward pass as a test, and restore the model afterwards."""
+    """Run a forward and a backward pass as a test, and restore the model afterwards.
+
+    The pass is that of the strategy, because the compiler divides a graph at DDP's buckets only if DDP calls the model.
+    It does not reduce gradients, because another rank may have failed.
+    """
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].load()
     run.model.train()
+    run.strategy.begin_epoch()
     try:
-        run.step_function(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        run.strategy.step(batch, run.precision.autocast(), more=True).loss.backward()  # type: ignore[no-untyped-call]  # torch's
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)

@@ -169,13 +169,14 @@ def _recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "func", None) is checkpoint
 
 
-def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None]) -> str | None:
-    """Compile the model and its weight average; if compilation fails, leave both uncompiled.
+def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None], ranks: Ranks) -> str | None:
+    """Compile the model and its weight average; if compilation fails on a rank, leave both uncompiled on all ranks.
 
     Args:
         model: model to compile in place; the names of its parameters do not change.
         eval_model: the weight average, or `model` itself if there is no average.
         try_step: function that runs a forward and a backward pass.
+        ranks: ranks that train together.
 
     Returns:
         The reason why compilation failed; None on success.
@@ -183,14 +184,17 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
     both = [model] if eval_model is model else [model, eval_model]
     for module in both:
         module.compile()
+    reason = None
     try:
         try_step()
     except Exception as error:  # compilers raise any type; the model works without compilation
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # line 1 may only name the backend
+    reason = next((each for each in ranks.all_gather_object(reason) if each is not None), None)
+    if reason is not None:
         for module in both:
             module._compiled_call_impl = None
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # line 1 may only name the backend
-    return None
+    return reason
 
 
 def get_peak_memory(device: torch.device) -> int | None:

@@ -62,7 +62,10 @@ class DDPStrategy(Strategy):
         """Return whether a step leaves parameters unused on any rank, by a test step whose effects are undone."""
         model, device = self._model, next(self._model.parameters()).device
         buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, get_rng_state(device)
-        self._step_function(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # a graph that is compiled outside of DDP would be used in it too
+            self._step_function(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
         unused = [p.requires_grad and p.grad is None for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         restore_rng_state(generators, device)

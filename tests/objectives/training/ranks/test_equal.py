@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpsearch import Dataset, Splits, Step, Trainer
+from hpsearch import Dataset, Splits, Step, TrainConfig, Trainer
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the tests share runs
@@ -101,6 +101,22 @@ class Experts(nn.Module):
         return outputs
 
 
+class Compiled(Sides):
+    """Its model has a `forward` of its own: torch compiles no `nn.Sequential` in place."""
+
+    def model(self, config, train):
+        return Layers()
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
 class Loaded(Sides):
     """Samples from a DataLoader."""
 
@@ -149,6 +165,49 @@ def score(name):
     """Return the score of a run on a new split, which evaluates halves; only rank 0 has it."""
     objective, config = RUNS[name]
     return Trainer(objective(), config, epochs=3, seed=0, resplit_seed=7).fit().resplit_score
+
+
+def count_divided_graphs():
+    """Return how many graphs the compiler divides at DDP's buckets in a run, and the status of the run."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    calls, divide = [], DDPOptimizer.compile_fn
+    compile_module = nn.Module.compile
+    nn.Module.compile = lambda self: compile_module(self, backend="eager")
+    DDPOptimizer.compile_fn = lambda *arguments: calls.append(1) or divide(*arguments)
+    try:
+        result = Trainer(Compiled(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit()
+    finally:
+        nn.Module.compile, DDPOptimizer.compile_fn = compile_module, divide
+    return len(calls), result.resume_note
+
+
+def fail_to_compile(ranks):
+    """Return the reason why no rank compiles if one rank cannot."""
+    compile_module = nn.Module.compile
+
+    def fail(*_):
+        raise KeyError("no compiler")
+
+    nn.Module.compile = lambda self: compile_module(self, backend=fail if ranks.rank else "eager")
+    try:
+        return Trainer(Compiled(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit().resume_note
+    finally:
+        nn.Module.compile = compile_module
+
+
+def compile_all(ranks):
+    return count_divided_graphs(), fail_to_compile(ranks)
+
+
+def test_ddp_divides_compiled_graphs_and_all_ranks_compile_or_none():
+    (first, failed), (second, failed_too) = on_ranks(2, compile_all)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] is None
+    assert failed == failed_too
+    assert failed.startswith("model not compiled: ")
+    assert "no compiler" in failed
 
 
 def train_all(_ranks):
