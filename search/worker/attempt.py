@@ -6,6 +6,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import optuna
@@ -68,6 +69,7 @@ class Attempt:
             with (
                 context.lease.renew_periodically(self._claim),
                 context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
+                self._watch_startup(),
             ):
                 context.watchdog.watch(partial(context.claims.expire_lease, self._claim))
                 return self._run()
@@ -80,6 +82,12 @@ class Attempt:
             raise
         finally:
             context.watchdog.stop_watching()
+
+    def _watch_startup(self) -> AbstractContextManager[None]:
+        """Return a context in which a stop request before the training ends the process."""
+        startup, claims = self._context.startup, self._context.claims
+        release = partial(claims.finish_attempt, self._claim, Outcome.RELEASED)
+        return contextlib.nullcontext() if startup is None else startup.watch(release)
 
     def _run(self) -> TrialEnd | None:
         try:

@@ -22,6 +22,7 @@ from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.search.worker.startup import Startup
 from hpsearch.search.worker.watchdog import Watchdog
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
@@ -56,6 +57,7 @@ class WorkerContext:
         registration: the worker's row in the database.
         shutdown: state of the graceful shutdown, with the remaining seconds.
         watchdog: monitor of the worker's progress.
+        startup: monitor of the start of attempts; None if the worker shares its process with other code.
         is_fleet_gone: function that returns whether the fleet that started the worker has ended; None if no fleet
             started the worker.
         failed_at_start: number of failed trials at the start of the fleet; None if unknown.
@@ -119,6 +121,7 @@ class WorkerContext:
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_at_start = int(failed) if failed else None
         stop = stop or stop_worker_on_signals()
+        self.startup: Startup | None = None
         self.shutdown = GracefulShutdown(stop, grace=options.grace, max_time=options.max_time)
 
     @property

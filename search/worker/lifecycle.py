@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import optuna
 
@@ -17,6 +18,7 @@ from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.loop import Worker
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.search.worker.startup import Startup
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.errors import CheckpointStoreError, format_error
 
@@ -39,19 +41,23 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops the worker. If None, SIGTERM and SIGINT stop a worker in the main thread.
+        stop: event that stops the worker. If None, SIGTERM and SIGINT stop the worker, and end this process at once
+            while a trial starts.
     """
     _log_to_stderr()
-    return run_worker(name, options, stop)
+    return run_worker(name, options, stop, is_own_process=stop is None)
 
 
-def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> int:
+def run_worker(
+    name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None, *, is_own_process: bool = False
+) -> int:
     """Run a worker of study `name` in this process; return its exit code.
 
     Args:
         name: name of the study.
         options: options of the worker.
         stop: event that stops the worker. If None, SIGTERM and SIGINT stop a worker in the main thread.
+        is_own_process: whether the worker may end this process.
 
     Raises:
         SearchError: the study does not exist, or it has no tracking server and the options give none.
@@ -59,6 +65,9 @@ def run_worker(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         StorageError: a service is unavailable.
     """
     context = WorkerContext(name, options, stop)
+    if is_own_process:
+        leave = partial(context.registration.record_exit, _EXIT_REASONS[EXIT_DRAINED])
+        context.startup = Startup(context.is_stopping, leave)
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()

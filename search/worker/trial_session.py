@@ -64,6 +64,8 @@ class TrialSession:
         if state is not None:
             self.saved = describe_position(state)
             log.info("trial %d: resuming %s", self._claim.number, self.saved)
+        if self._context.startup is not None:
+            self._context.startup.end()  # from here on, the training ends within the grace period
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:

@@ -40,6 +40,23 @@ def test_a_worker_completes_its_epoch_after_sigterm_or_is_killed_in_it(
     assert [t.outcomes for t in trials] == [["released", "complete"], ["lost", "complete"]]
 
 
+def test_a_worker_that_starts_a_trial_exits_at_sigterm_without_waiting_for_user_code(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena.create(1, [Order("suggest", "hang", trial=0)])
+    worker = arena.start()
+    wait_for(lambda: arena.has_obeyed(0), "the worker to be in user code")
+    worker.send(signal.SIGTERM)
+    wait_for(lambda: arena.poll_workers() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.describe_failure("")
+    assert "stopped before the training" in worker.log.read_text()
+    (given_back,) = read_trials(arena.storage_url, arena.name)
+    assert (given_back.state, given_back.outcomes) == ("WAITING", ["released"])
+    arena.work(1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["released", "complete"]
+
+
 def test_a_worker_that_retrains_reported_epochs_stops_at_sigterm(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
