@@ -21,10 +21,10 @@ def settings(unit: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_unit_restarts_only_for_two_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unit_restarts_for_two_exit_codes_and_after_a_death_by_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_worker_user", lambda: "someone")
     found = settings(text(engine="systemd", grace=90, cpus=3, memory="6G", folder="/srv/100% mine"))
-    assert found["Restart"] == ["no"]
+    assert found["Restart"] == ["on-abnormal"]
     assert found["RestartForceExitStatus"] == ["1 143"]
     assert found["RestartPreventExitStatus"] == ["0 2 3"]
     assert found["SuccessExitStatus"] == ["143"]
