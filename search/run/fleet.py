@@ -56,7 +56,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
                 if states == {"stopped"}:
                     stopped.set()
                 elif "dead" in states:
-                    stack.up(home, dashboard=DASHBOARD_COMMAND)
+                    stack.revive(home, dashboard=DASHBOARD_COMMAND)
             except StorageError:
                 continue  # the next check may succeed; workers report unavailable services
 

@@ -74,12 +74,12 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
 
     def should_retry(state: tenacity.RetryCallState) -> bool:
         error = None if state.outcome is None else state.outcome.exception()
-        if error is None and state.attempt_number > 1:
+        if error is None and state.attempt_number > 1 and retry_seconds > 0:
             log.warning("database available again after %.1f s", state.seconds_since_start)
         return error is not None and (is_transient(error) or (also is not None and isinstance(error, also)))
 
     def log_first_wait(state: tenacity.RetryCallState) -> None:
-        if state.attempt_number == 1:
+        if state.attempt_number == 1 and retry_seconds > 0:
             log.warning("database unavailable, retrying for up to %.0f s: %s", retry_seconds, _format_outcome(state))
 
     return tenacity.Retrying(

@@ -174,6 +174,21 @@ class EmbeddedStack:
         self.dashboard.ensure_started(port, self.mlflow.record.port)  # restarts only if MLflow changed its port
         self.dashboard.wait_until_healthy()
 
+    def revive(self) -> None:
+        """Restart dead services, Postgres first; a restarted web service needs time until it answers.
+
+        If Postgres is dead, only Postgres is restarted, because the other services may work as soon as it answers.
+        """
+        port = self.state.postgres.port
+        if port is None or not self.is_postgres_healthy():
+            self.start_postgres(lambda _: None)
+            return
+        for service in (self.mlflow, self.dashboard):
+            is_running = service.find() is not None
+            service.ensure_started(port, self.mlflow.record.port if service is self.dashboard else None)
+            if is_running and not service.is_healthy():
+                service.wait_until_healthy()  # restarts a service that hangs
+
     def stop_services(self) -> list[tuple[str, int | None]]:
         """Stop the services that use Postgres; return (name, process id) of each, with None if it did not run."""
         return [(service.name, service.stop()) for service in (self.dashboard, self.mlflow)]

@@ -83,6 +83,20 @@ def up(
         return stack.info
 
 
+def revive(home: Path, *, dashboard: Sequence[str]) -> None:
+    """Restart the dead services of an existing stack, each by itself: a web service does not delay Postgres.
+
+    Args:
+        home: home folder of the stack.
+        dashboard: as for `up`.
+
+    Raises:
+        StorageError: the folder cannot be used, or a service cannot be started.
+    """
+    with _lock_stack(home, dashboard=dashboard) as stack:
+        stack.revive()
+
+
 def read_urls(home: Path) -> Databases:
     """Return the database URLs of an existing stack.
 
