@@ -157,6 +157,16 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
             signal.signal(number, on_signal)
 
 
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM and SIGINT in this process, which exits; do nothing outside the main thread.
+
+    The interpreter restores the default handlers when it exits. A signal would then replace the exit code of a worker.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
 @functools.cache  # the patches must be applied once
 def shield_children() -> None:
     """Shield processes that this process forks later from SIGTERM and SIGINT; they end when this process ends.

@@ -15,7 +15,13 @@ from hpsearch.search.cli import confirm, monitor, objective, run, services, stee
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process import EXIT_INTERRUPTED, EXIT_USER_ERROR, add_working_folder_to_path, report_errors
+from hpsearch.search.process import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    add_working_folder_to_path,
+    ignore_stop_signals,
+    report_errors,
+)
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 
@@ -28,7 +34,10 @@ def main(arguments: list[str] | None = None) -> None:
     sys.excepthook = _print_traceback
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(EscapingFormatter())
-    code = run_command(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    code = run_command(given)
+    if given[:1] == ["worker"]:  # engines depend on its exit code
+        ignore_stop_signals()
     gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
 

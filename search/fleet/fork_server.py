@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
-from hpsearch.search.process import add_working_folder_to_path, report_errors
+from hpsearch.search.process import add_working_folder_to_path, ignore_stop_signals, report_errors
 
 # No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
 # when it is imported.
@@ -129,6 +129,7 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
     multiprocessing.set_start_method(None, force=True)
     add_working_folder_to_path()
     code = report_errors(work)
+    ignore_stop_signals()
     gc.freeze()  # otherwise the interpreter searches all objects for cycles when it exits
     sys.exit(code)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,6 +21,23 @@ def test_the_grace_period_starts_at_the_signal() -> None:
     stop.since -= 40.0  # it came 40 s before anybody asked
     assert shutdown.is_shutting_down
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=5.0)
+
+
+LATE_SIGNAL = """
+import os, signal, sys
+from hpsearch.search.process import exit_on_signals, ignore_stop_signals
+class Late:
+    def __del__(self):  # after the interpreter has restored the default handlers
+        os.kill(os.getpid(), signal.SIGTERM)
+late = Late()
+exit_on_signals()
+ignore_stop_signals()
+sys.exit(3)
+"""
+
+
+def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], check=False).returncode == 3
 
 
 def test_the_grace_period_of_an_event_starts_when_it_is_detected() -> None:
