@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +21,7 @@ from rich.text import Text
 from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
 
+_STEP_INTERVAL_SECONDS = 30.0  # without a terminal: between two lines that differ only in their numbers
 _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
 
 
@@ -124,9 +128,26 @@ def format_command(*arguments: str) -> str:
 
 @contextmanager
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: next to a spinner on a terminal, else as a separate line."""
+    """Yield a function that shows the current step: next to a spinner on a terminal, else as a separate line.
+
+    Without a terminal, steps that differ from the previous one only in their numbers are printed every 30 s, and the
+    last of them at the end of the block.
+    """
     if not console.is_terminal:
-        yield lambda text: console.print(Text(escape_line(text)))
+        last, printed_at, skipped = "", -math.inf, ""
+
+        def print_step(text: str) -> None:
+            nonlocal last, printed_at, skipped
+            step, now = re.sub(r"\d+", "", text), time.monotonic()
+            if step == last and now - printed_at < _STEP_INTERVAL_SECONDS:
+                skipped = text
+                return
+            last, printed_at, skipped = step, now, ""
+            console.print(Text(escape_line(text)))
+
+        yield print_step
+        if skipped:
+            console.print(Text(escape_line(skipped)))
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(escape_line(text)))  # as a string, it could contain markup

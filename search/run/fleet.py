@@ -189,6 +189,7 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
     with show_steps(console) as show_step:
         patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf
         left = tracker.flush(show_step, timeout_seconds=patience, then=(lambda: None) if interrupted else resend_winner)
+    study.refresh()
     if left:
         sender, again = tracker.sender, format_command("sync", study.spec.name)
         reason = f" ({sender.unavailable_reason})" if sender.unavailable_reason else ""

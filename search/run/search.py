@@ -135,7 +135,6 @@ def _finish_search(
         raise SearchError("the database is unavailable; start the database, and run the command again") from None
     with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)
-        study.refresh()
         summary = summarise(study)
         tracking = services.open_tracking()
         close_study(study, summary, tracking)

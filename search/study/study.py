@@ -24,7 +24,15 @@ from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.study.trust import Code, check_source, record_trust
-from hpsearch.storage.attributes import FOLDER_NAME, RESTORED, SOURCE_SHA256, SPEC, STARTED_AT, TRACKING_URI, VERSION
+from hpsearch.storage.attributes import (
+    FOLDER_NAME,
+    RESTORED,
+    SOURCE_SHA256,
+    SPEC,
+    STARTED_AT,
+    TRACKING_URI,
+    VERSION,
+)
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage

@@ -1,4 +1,4 @@
-"""A stored study has the hash of the code that it was created with."""
+"""A stored study: the hash of its code, and the trials that MLflow lacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import optuna
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import SOURCE_SHA256, SPEC
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import SOURCE_SHA256, SPEC, TRACKING
+from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
+from tests.search.finalists.support import search
 
 
 def test_changed_code_of_a_study_is_reported(database_url: str, tmp_path: Path) -> None:
@@ -26,3 +29,13 @@ def test_changed_code_of_a_study_is_reported(database_url: str, tmp_path: Path) 
     warning = load_study(storage, "s").source_warning(load_objective(str(path)))
     assert warning is not None
     assert "has changed since study 's' was created" in warning
+
+
+def test_a_trial_that_was_delivered_after_it_was_read_is_not_counted_as_missing(database_url: str) -> None:
+    storage = open_storage(database_url, application_name="test")
+    trial = optuna.trial.create_trial(value=0.5, user_attrs={TRACKING: "pending: on its way"})
+    study = search(storage, "s", [trial])
+    assert summarise(study).untracked == 1
+    RunLinks(storage.engine).record_delivery(study.trials()[0]._trial_id, None)
+    study.refresh()
+    assert summarise(study).untracked == 0
