@@ -31,7 +31,7 @@ from hpsearch.search.study.study import StoredStudy, require_measurable, resolve
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import STOPPED
+from hpsearch.storage.attributes import DEVICES, STOPPED
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ def run_search(
         console.print(f"{tracking_error}; the search continues, and unsent records are in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
+    if DEVICES not in study.attrs:
+        study.set_attr(DEVICES, options.devices)
+    if workers and (warning := study.find_devices_warning(options.devices)):
+        console.print(f"warning: {warning}", style="yellow")
     if warning := find_stopped_warning(study):
         console.print(warning, style="yellow")
     if not workers:

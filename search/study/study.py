@@ -25,6 +25,7 @@ from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, pars
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.study.trust import Code, check_source, record_trust
 from hpsearch.storage.attributes import (
+    DEVICES,
     FOLDER_NAME,
     RESTORED,
     SOURCE_SHA256,
@@ -233,6 +234,17 @@ class StoredStudy:
     def refresh(self) -> None:
         """Read attributes of finished trials again, such as links to MLflow that were stored after the trial ended."""
         self.storage.drop_caches(self.study_id)
+
+    def find_devices_warning(self, devices: int) -> str | None:
+        """Return a warning if trials would be trained on another number of devices than in the study's first `run`."""
+        planned = self.attrs.get(DEVICES, devices)
+        if planned == devices:
+            return None
+        at = "1 device" if devices == 1 else f"{devices} devices"
+        return (
+            f"study {self.spec.name!r} was started with --devices {planned}, but this command trains each trial on "
+            f"{at}; a custom loop or a large model may need --devices {planned}"
+        )
 
     def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return the feasible COMPLETE trials, best first, as `rank_trials` does."""

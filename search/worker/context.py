@@ -85,6 +85,8 @@ class WorkerContext:
             spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
             log.warning(warning)
+        if warning := study.find_devices_warning(options.world_size):
+            log.warning(warning)
         self.services, self.tracking = services, services.open_tracking()
         self.checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
         self.tracker = Tracker(

@@ -10,7 +10,7 @@ from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
-from hpsearch.storage.attributes import SOURCE_SHA256, SPEC, TRACKING
+from hpsearch.storage.attributes import DEVICES, SOURCE_SHA256, SPEC, TRACKING
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
@@ -39,3 +39,13 @@ def test_a_trial_that_was_delivered_after_it_was_read_is_not_counted_as_missing(
     RunLinks(storage.engine).record_delivery(study.trials()[0]._trial_id, None)
     study.refresh()
     assert summarise(study).untracked == 0
+
+
+def test_another_number_of_devices_than_in_the_first_run_is_reported(database_url: str) -> None:
+    study = search(open_storage(database_url, application_name="test"), "s", [], budget=1)
+    assert study.find_devices_warning(2) is None
+    study.set_attr(DEVICES, 2)
+    assert study.find_devices_warning(2) is None
+    warning = study.find_devices_warning(1)
+    assert warning is not None
+    assert "was started with --devices 2, but this command trains each trial on 1 device;" in warning
