@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, cast
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -161,8 +162,13 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type
         # Lightning's handler stops within the epoch; the handler of the worker lets the epoch end and saves it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
+        _remove_padding(trainer)
         if self._trial.state is not None:
             _step_plateaus(trainer, self._trial.state["logged"])
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
+        """Validate each sample once, also with loaders that Lightning has created again."""
+        _remove_padding(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 part of Lightning's API
         """Start the trial's next epoch, which seeds the global random generators, and seed the loaders' generators."""
@@ -193,6 +199,22 @@ class _EpochReporter(Checkpoint):  # type: ignore[misc]  # Lightning is not type
         self._trial.report(metrics, state=state, best=pl_module.state_dict())
         if self._trial.should_stop:
             trainer.should_stop = True
+
+
+def _remove_padding(trainer: Trainer) -> None:
+    """Let distributed samplers of the validation return each sample once, instead of repeating some on several devices.
+
+    A sampler is not changed if the ranks would then have different numbers of batches, because the code of the module
+    may communicate in each batch.
+    """
+    for loader in CombinedLoader(trainer.val_dataloaders or [], "sequential").flattened:
+        sampler, batch_size = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
+        if not isinstance(sampler, DistributedSampler) or batch_size is None:
+            continue
+        total = len(cast("Sized", sampler.dataset))
+        sizes = [len(range(rank, total, sampler.num_replicas)) for rank in range(sampler.num_replicas)]
+        if len({math.ceil(size / batch_size) for size in sizes}) == 1:
+            sampler.total_size, sampler.num_samples = total, sizes[sampler.rank]
 
 
 def _step_plateaus(trainer: Trainer, logged: Mapping[str, float]) -> None:

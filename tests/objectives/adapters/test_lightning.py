@@ -164,12 +164,15 @@ def test_mistakes_are_errors_of_one_line(parts, message, tmp_path):
 
 class OnRanks(Wines):
     def run(self, trial):
-        net, rows = Net(trial.config["lr"]), (slice(0, 110), slice(110, 140))
+        net, rows = Net(trial.config["lr"]), (slice(0, 110), slice(110, 141))
         net.scheduler = "cycle"
         loaders = [DataLoader(Noisy(part), batch_size=16, shuffle=part.start == 0) for part in rows]
         lightning.fit(trial, net, tuple(loaders))
         assert_one_model(net)
         assert net.trainer.world_size == 2
+        validated = torch.tensor(len(list(net.trainer.val_dataloaders.sampler)))
+        torch.distributed.all_reduce(validated)
+        assert validated == 31, "each sample once"
 
 
 @pytest.mark.slow
