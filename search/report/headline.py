@@ -26,7 +26,7 @@ _NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
 _EDGE = 0.02  # share of a range at either end that is its edge
 _MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
 _MIN_FAILURES = 3
-_FAILURE_SHARE = 0.1
+_FAILURE_SHARE = 0.05
 _TRIALS_PER_PARAMETER = 5  # below this number of trials, most of the space is unexplored
 
 

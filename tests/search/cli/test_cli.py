@@ -276,6 +276,6 @@ def test_an_error_names_a_setting_as_in_the_command(
 
 
 def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hpsearch.search.api.study.list_studies", raise_interrupt)
+    monkeypatch.setattr("hpsearch.search.api.study.list_studies", lambda **_: raise_interrupt())
     assert run_command(["studies"]) == 130
     assert capsys.readouterr().err == "hpsearch: interrupted\n"
