@@ -76,6 +76,10 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
         lead, is_tie = _format_lead(study)
         default, gain = _compare_with_default(study, summary.best)
         results = [line for line in (lead, default) if line]
+        if finalists is not None and finalists.winner is not None:  # new runs decide, not the values of the search
+            ranks = ("tied", "ahead", "better", "no better")
+            subject = f"in the search, trial {summary.best.number} was"
+            results = [f"{subject} {line}" if line.startswith(ranks) else line for line in results]
     next_steps = _find_next_steps(study, summary, finalists, is_tie=is_tie)
     return Headline(results, gain, _format_cost(study, summary), next_steps)
 

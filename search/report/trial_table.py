@@ -35,6 +35,7 @@ def format_short_reason(spec: StudySpec, trial: FrozenTrial) -> str:
 
 _PRUNER_REASON = re.compile(r"\w+ pruner at epoch (\d+) of \d+: (.*)")
 _COMPARISON = re.compile(r"(?:best )?\S+ (\S+) is (below|above) (?:the threshold )?(-?[\d.]+(?:e[+-]?\d+)?)\b.*")
+_RANK = re.compile(r"(rank \d+ of \d+) at rung .*")
 
 
 def shorten_reason(reason: str) -> str:
@@ -44,6 +45,8 @@ def shorten_reason(reason: str) -> str:
         return first
     if compared := _COMPARISON.fullmatch(pruned[2]):
         return f"{compared[1]} {'<' if compared[2] == 'below' else '>'} {compared[3]} at epoch {pruned[1]}"
+    if ranked := _RANK.fullmatch(pruned[2]):
+        return f"{ranked[1]} at epoch {pruned[1]}"
     return f"epoch {pruned[1]}: {pruned[2]}"
 
 

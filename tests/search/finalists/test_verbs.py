@@ -26,7 +26,9 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     assert "finalists: 0 of 4 runs ended" in shown
     assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
-    assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in say("show", "s")
+    shown = say("show", "s")
+    assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in shown
+    assert "in the search, trial 1 was tied with trial 3: the same value\n" in shown
 
 
 def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -> None:

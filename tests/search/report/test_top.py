@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hpsearch.search.console import format_number
 from hpsearch.search.report.top import StudyStatus, render_status
+from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.storage.trials.history import Progress
 from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerIdentity, WorkerRow
 
@@ -37,6 +38,20 @@ def test_the_columns_of_ended_trials_fit_with_long_reasons(width: int) -> None:
     assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
     assert rows[0].rstrip().endswith("  0.9 < 0.918056 at epoch 3")
     assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("reason", "short"),
+    [
+        ("median pruner at epoch 3 of 9: best loss 0.9 is above 0.8, the median of 12 trials", "0.9 > 0.8 at epoch 3"),
+        ("threshold pruner at epoch 1 of 9: loss 3 is above the threshold 2", "3 > 2 at epoch 1"),
+        ("asha pruner at epoch 1 of 6: rank 6 of 8 at rung 0, only 3 of 8 are promoted", "rank 6 of 8 at epoch 1"),
+        ("median pruner at epoch 1 of 9: loss is NaN in all epochs", "epoch 1: loss is NaN in all epochs"),
+        ("KeyError: 'x'\nTraceback", "KeyError: 'x'"),
+    ],
+)
+def test_reasons_are_shortened(reason: str, short: str) -> None:
+    assert shorten_reason(reason) == short
 
 
 @pytest.mark.parametrize(
