@@ -32,6 +32,7 @@ from hpsearch.search.services import check_pair
 from hpsearch.search.study.checkpoints import read_checkpoint_url
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import TRACKING_URI
+from hpsearch.storage.database.libpq import list_variables
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.credentials import allow_credentials
@@ -100,7 +101,8 @@ def run_checks(
 
 def _check_services(home: Path, storage_url: str | None, running: stack.StackInfo | None) -> Finding:
     if storage_url is not None:
-        return Finding("ok", "the services given by --storage-url")
+        used = f"; libpq also uses {', '.join(names)}" if (names := list_variables()) else ""
+        return Finding("ok", f"the services given by --storage-url{used}")
     if running is not None:
         return Finding("ok", f"the embedded services in {home}")
     states = ", ".join(f"{service.name} {service.state}" for service in stack.read_status(home))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
+from hpsearch.storage.database.libpq import ignore_variables
 from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
@@ -139,13 +140,20 @@ def make_engine(
     import sqlalchemy as sa
 
     parsed = sa.make_url(normalise_url(url))
-    return sa.create_engine(
+    engine = sa.create_engine(
         parsed,
         pool_size=pool_size,
         max_overflow=max_overflow,
         pool_pre_ping=pre_ping,
         connect_args=make_client_settings(parsed, application_name=application_name),
     )
+
+    @sa.event.listens_for(engine, "do_connect")
+    def connect_without_variables(dialect: Any, _record: Any, arguments: Any, parameters: Any) -> Any:
+        with ignore_variables(parsed):
+            return dialect.connect(*arguments, **parameters)
+
+    return engine
 
 
 @contextmanager
@@ -178,7 +186,8 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
         settings = make_client_settings(parsed, application_name=application_name)
-        connection: Connection = psycopg2.connect(dsn, **settings)
+        with ignore_variables(parsed):
+            connection: Connection = psycopg2.connect(dsn, **settings)
     except psycopg2.Error as error:
         raise make_connection_error(error, parsed, setting=setting) from None
     return connection
@@ -223,14 +232,26 @@ def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
         raise (ServiceUnavailableError if is_down else StorageError)(f"{setting} {redact(url)}: {text}") from None
 
 
-def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
-    """Return whether a connection to the database succeeds and `query` returns true."""
+def find_database_error(url: str, query: str = "SELECT true") -> Exception | None:
+    """Return why a connection to the database fails, or `query` does not return true; None if all is well."""
     import psycopg2
 
-    with suppress(StorageError, psycopg2.Error), open_cursor(url, application_name="hpsearch-health") as cursor:
-        cursor.execute(query)
-        return bool(cursor.fetchone() == (True,))
-    return False
+    try:
+        with open_cursor(url, application_name="hpsearch-health") as cursor:
+            cursor.execute(query)
+            return None if cursor.fetchone() == (True,) else StorageError(f"{query} is not true")
+    except (StorageError, psycopg2.Error) as error:
+        return error
+
+
+def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
+    """Return whether a connection to the database succeeds and `query` returns true."""
+    return find_database_error(url, query) is None
+
+
+def has_answered(error: Exception) -> bool:
+    """Return whether the error of `find_database_error` is an answer of the server, such as a rejected password."""
+    return "FATAL:" in str(error.__context__ or error)
 
 
 def check_database(url: str, *, retry_seconds: float | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
+from hpsearch.storage.database.libpq import ignore_variables
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
 from hpsearch.storage.errors import StorageError, format_error
@@ -78,10 +79,12 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
     if found == OPTUNA_REVISION:
         return
     from optuna.storages import RDBStorage
+    from sqlalchemy.engine import make_url
 
     # Without a stored revision, the tables are created and stamped, also after an interrupted creation, because each
     # step is repeatable. Tables of an older version are upgraded below.
-    storage = RDBStorage(url, skip_compatibility_check=True, skip_table_creation=found is not None)
+    with ignore_variables(make_url(url)):
+        storage = RDBStorage(url, skip_compatibility_check=True, skip_table_creation=found is not None)
     try:
         found = storage.get_current_version()
         _check_known("Optuna", found, storage.get_all_versions(), url, setting)

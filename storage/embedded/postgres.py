@@ -11,16 +11,18 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from hpsearch.storage.database.connect import is_database_healthy
+from hpsearch.storage.database.connect import find_database_error, has_answered, is_database_healthy
+from hpsearch.storage.database.libpq import EMBEDDED_QUERY
 from hpsearch.storage.embedded import process, state
 from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.files import read_tail, write_private
 from hpsearch.storage.urls import build_url
 
@@ -164,13 +166,14 @@ _ATTACH_TIMEOUT = 60.0  # a running server that does not answer by then is resta
 _STOP_TIMEOUT = 30.0
 _LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server
 _POLL = 0.03
+_REPORT_AFTER = 2.0
 
 
 def make_database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
     """Return the URL of a database of an embedded server."""
     # The wheel's Postgres has no TLS; the explicit mode overrides the user's PGSSLMODE.
     # With require_auth, libpq sends no password in clear text to another program that took the port.
-    query = "sslmode=disable&require_auth=scram-sha-256"
+    query = f"sslmode=disable&require_auth=scram-sha-256&{EMBEDDED_QUERY}"
     query += f"&application_name={application_name}" if application_name else ""
     return build_url(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
 
@@ -226,17 +229,30 @@ class EmbeddedPostgres:
         except (OSError, ValueError, IndexError):
             return None
 
-    def attach(self) -> int | None:
+    def attach(self, progress: Callable[[str], None] = lambda _: None) -> int | None:
         """Wait until the running server answers, and return its port; None if no server runs.
 
         A server that does not answer within a minute is stopped.
+
+        Args:
+            progress: called with the reason of a wait of more than two seconds.
+
+        Raises:
+            StorageError: the server answers, but rejects the connection.
         """
-        deadline = time.monotonic() + _ATTACH_TIMEOUT
-        while self.find_process() is not None:
+        began, is_reported = time.monotonic(), False
+        while (server := self.find_process()) is not None:
             port = self.read_port()
-            if port and is_database_healthy(self.make_url(port)):
+            error = find_database_error(self.make_url(port)) if port else StorageError("it starts")
+            if error is None:
                 return port
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > _REPORT_AFTER and not is_reported:
+                is_reported = True
+                progress(f"waiting for Postgres (process {server.pid}): {format_error(error)}")
+            if waited > _ATTACH_TIMEOUT:
+                if has_answered(error):  # a restart would end the connections of others, and not help
+                    raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")
                 self.stop()
             time.sleep(_POLL)
         return None

@@ -209,7 +209,7 @@ class EmbeddedStack:
         if not server.folder.is_relative_to(self.home):
             progress(f"Postgres runs as another user than root, and that user cannot access {self.home}")
             progress(f"the data of Postgres is therefore in {server.folder}")
-        if (port := server.attach()) is None:
+        if (port := server.attach(progress)) is None:
             progress("starting Postgres" if server.data_folder.exists() else "setting up Postgres")
             port = server.start(self.state.postgres.port)
         self.state.postgres.port = port

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from hpsearch.storage.database.connect import check_database, make_engine
+from hpsearch.storage.backup.dumps import _make_connection_arguments
+from hpsearch.storage.database.connect import check_database, find_database_error, make_engine
+from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
@@ -44,6 +47,40 @@ def test_an_engine_survives_the_loss_of_its_connections(database_url: str, postg
             assert connection.execute(ask).one()[1] != pid
     finally:
         engine.dispose()
+
+
+_VARIABLES = {
+    "PGCHANNELBINDING": "require",
+    "PGCLIENTENCODING": "nosuch",
+    "PGDATESTYLE": "nosuch",
+    "PGGSSENCMODE": "require",
+    "PGHOSTADDR": "10.255.255.1",
+    "PGOPTIONS": "-c search_path=nosuch",
+    "PGREQUIREAUTH": "none",
+    "PGSERVICE": "nosuch",
+    "PGSSLMODE": "verify-full",
+    "PGTARGETSESSIONATTRS": "read-only",
+    "PGTZ": "Mars",
+}
+
+
+def test_variables_of_libpq_have_no_effect_on_the_embedded_server(
+    postgres_server: Any, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = str(sa.make_url(empty_database_url).database)
+    url = make_database_url(OWNER, OWNER, postgres_server.port, database)
+    for name, value in _VARIABLES.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert find_database_error(url) is None, name
+    for name, value in _VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    migrate(url)
+    check_database(url)
+    assert not any(name in _make_connection_arguments(url)[1] for name in _VARIABLES)
+    assert all(os.environ[name] == value for name, value in _VARIABLES.items())  # for the code of objectives
+    assert "PGTZ" in _make_connection_arguments(empty_database_url)[1]
+    assert find_database_error(empty_database_url) is not None  # they stay in force for the user's own URLs
 
 
 def test_both_ends_detect_a_lost_peer(database_url: str) -> None:

@@ -117,6 +117,25 @@ def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     assert listening == {"127.0.0.1"}
 
 
+def test_a_server_that_rejects_the_connection_is_not_replaced(
+    old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_ATTACH_TIMEOUT", 0.1)
+    monkeypatch.setattr(postgres, "_REPORT_AFTER", 0.0)
+    running, path, lines = old.find_process(), old.folder / "password", list[str]()
+    assert running is not None
+    password = path.read_text()
+    path.write_text("wrong")
+    try:
+        with pytest.raises(StorageError, match=rf"^Postgres \(process {running.pid}\): .* rejected the password"):
+            old.attach(lines.append)
+    finally:
+        path.write_text(password)
+    assert old.find_process() == running
+    assert len(lines) == 1
+    assert lines[0].startswith(f"waiting for Postgres (process {running.pid}): ")
+
+
 def test_postgres_restarts_after_sigkill(old: EmbeddedPostgres) -> None:
     port = old.read_port()
     assert port is not None
