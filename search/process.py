@@ -12,9 +12,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from multiprocessing import popen_fork, util
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -239,6 +240,52 @@ def _job_end() -> float:
         return float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
         return math.inf
+
+
+EXIT_FILE_VARIABLE = "HPSEARCH_EXIT_FILE"  # file to which a worker of a fleet writes its exit code
+_EXIT_SECONDS = 5.0
+
+
+def pop_exit_file(environment: MutableMapping[str, str]) -> Path | None:
+    """Remove the name of the worker's exit file from an environment, so that user code does not get it; return it."""
+    name = environment.pop(EXIT_FILE_VARIABLE, None)
+    return None if name is None else Path(name)
+
+
+def prepare_exit(code: int, exit_file: Path | None = None) -> None:
+    """Limit the time until this process has exited, which threads and processes of user code could prevent.
+
+    Args:
+        code: exit code.
+        exit_file: file to which the code is written. The fleet does not take the code of a process for the worker's own
+            if the file is missing, because code of the objective can call `os._exit`.
+    """
+    if exit_file is not None:
+        with contextlib.suppress(OSError):
+            exit_file.write_text(str(code))
+    threading.Thread(target=_end_process, args=(code,), name="exit", daemon=True).start()
+
+
+def _end_process(code: int) -> None:
+    time.sleep(_EXIT_SECONDS)
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    left = [f"thread {name}" for name in left if name != threading.main_thread().name]
+    children = multiprocessing.active_children()
+    left += [f"process {child.pid}" for child in children]
+    for child in children:
+        child.kill()
+    with contextlib.suppress(Exception):
+        if left:
+            print(f"hpsearch: ended, with code of the objective: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def end_if_forked(pid: int) -> None:
+    """End this process if it is a copy of process `pid`, which code of the objective made with `os.fork`."""
+    if os.getpid() != pid:
+        os._exit(EXIT_DONE)
 
 
 def make_fleet_watcher(pid: int) -> Callable[[], bool]:

@@ -56,12 +56,26 @@ def up(
 
 
 @register(SERVICES_SECTION)
-def down(home: o.Home = None) -> None:
-    """Stop the embedded services. Their data stays."""
+def down(
+    *,
+    now: Annotated[bool, typer.Option("--now", help="Do not stop the searches of this machine first")] = False,
+    home: o.Home = None,
+) -> None:
+    """Stop the embedded services. Their data stays.
+
+    The command first stops the searches of this machine, as Ctrl-C does.
+    """
+    from hpsearch.search.run.running import find_searches, stop_searches
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import prepare_home
 
-    stopped = stack.down(prepare_home(home))
+    folder = prepare_home(home)
+    if searches := [] if now else find_searches(folder):
+        names = ", ".join(f"{name} (process {running.pid})" for name, running in searches)
+        echo(f"stopping the searches {names}; down --now skips the wait", err=True)
+        if not stop_searches(searches):
+            echo("hpsearch: not all searches have ended; their workers resume the trials at the next start", err=True)
+    stopped = stack.down(folder)
     echo(f"stopped {', '.join(stopped)}" if stopped else "no embedded service was running")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -16,13 +17,20 @@ from pathlib import Path
 from hpsearch.search.fleet.cores_and_gpus import assign_gpus, thread_environment
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
 from hpsearch.search.fleet.rank_launcher import join_study_on_devices
-from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
+from hpsearch.search.process import (
+    EXIT_DRAINED,
+    EXIT_FILE_VARIABLE,
+    EXIT_GAVE_UP,
+    EXIT_UNAVAILABLE,
+    EXIT_USER_ERROR,
+)
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.files import lock_file, read_last_lines
 
 MAX_DEATHS = 5  # consecutive deaths, without a finished trial in between, after which a worker is not restarted
 _MAX_RESTART_DELAY_SECONDS = 30.0
+_KILL_MARGIN_SECONDS = 5.0  # after the grace period, in which a worker that works has exited
 _OUTAGE_GRACE_SECONDS = 5.0  # period after an outage in which a worker's exit is still attributed to the outage
 
 
@@ -38,6 +46,18 @@ class WorkerSlot:
     is_stop_requested: bool = False
     exit_code: int | None = None  # set when the worker is not restarted
     pids: list[int] = field(default_factory=list)
+
+    @property
+    def exit_file(self) -> Path:
+        """File to which the worker writes its exit code."""
+        return self.log.with_suffix(".exit")
+
+    def has_reported(self, code: int) -> bool:
+        """Return whether the worker itself exited with this code. Code of the objective can call `os._exit`."""
+        try:
+            return self.exit_file.read_text() == str(code)
+        except OSError:
+            return False
 
     @property
     def state(self) -> str:
@@ -92,6 +112,7 @@ class Fleet:
         # A worker that starts late counts the failures of the other workers too.
         self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
         self._is_stopping = False
+        self._kill_at = math.inf
         self._finished_trials = 0
         self._outage_until = 0.0
 
@@ -113,7 +134,9 @@ class Fleet:
             self._spawn(slot)
 
     def _spawn(self, slot: WorkerSlot) -> None:
+        slot.exit_file.unlink(missing_ok=True)
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
+        environment[EXIT_FILE_VARIABLE] = str(slot.exit_file)
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(assign_gpus(slot.index, self._gpus, self._options.devices))
         slot.process = self._fork(environment, slot.log) or _start_interpreter(self._command, environment, slot.log)
@@ -150,6 +173,8 @@ class Fleet:
             self._finished_trials = with_result
             for slot in self.slots:
                 slot.deaths = 0
+        if time.monotonic() >= self._kill_at:
+            self.stop(kill=True)
         for slot in self.slots:
             if slot.process is not None and (code := slot.process.poll()) is not None:
                 self._record_exit(slot, code, is_outage=is_outage)
@@ -159,6 +184,10 @@ class Fleet:
 
     def _record_exit(self, slot: WorkerSlot, code: int, *, is_outage: bool) -> None:
         slot.process = None
+        if code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP} and not slot.has_reported(code) and not self._is_stopping:
+            with slot.log.open("a") as log:
+                log.write(f"hpsearch: code of the objective ended the worker's process with exit code {code}\n")
+            code = EXIT_UNAVAILABLE
         is_final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not is_outage)
         slot.deaths += not is_final and not is_outage
         if is_final or self._is_stopping or slot.deaths >= MAX_DEATHS:
@@ -166,15 +195,18 @@ class Fleet:
         else:
             slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _MAX_RESTART_DELAY_SECONDS)
 
-    def stop(self, *, kill: bool = False) -> None:
-        """Send SIGTERM to the workers, so that they save a checkpoint and exit.
+    def stop(self, *, kill: bool = False, within: float | None = None) -> None:
+        """Send SIGTERM to the workers, so that they save a checkpoint and exit. `poll` kills those that do not exit.
 
         Args:
             kill: whether to send SIGKILL instead.
+            within: seconds until `poll` kills the workers; None for the grace period and a margin.
         """
         self._is_stopping = True
+        within = self._options.grace + _KILL_MARGIN_SECONDS if within is None else within
+        self._kill_at = min(self._kill_at, time.monotonic() + within)
         for slot in self.slots:
-            slot.is_stop_requested = slot.exit_code is None
+            slot.is_stop_requested |= slot.exit_code is None
             if slot.process is not None:
                 slot.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
             elif slot.exit_code is None:

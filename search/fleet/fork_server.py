@@ -13,7 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
-from hpsearch.search.process import add_working_folder_to_path, ignore_stop_signals, report_errors
+from hpsearch.search.process import (
+    add_working_folder_to_path,
+    ignore_stop_signals,
+    pop_exit_file,
+    prepare_exit,
+    report_errors,
+)
 
 # No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
 # when it is imported.
@@ -120,6 +126,7 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
+    exit_file = pop_exit_file(environment)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = command
@@ -128,8 +135,12 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
     # Processes that a worker starts, such as those of a data loader, use the default start method again.
     multiprocessing.set_start_method(None, force=True)
     add_working_folder_to_path()
-    code = report_errors(work)
+    try:
+        code = report_errors(work)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0
     ignore_stop_signals()
+    prepare_exit(code, exit_file)
     gc.freeze()  # otherwise the interpreter searches all objects for cycles when it exits
     sys.exit(code)
 

@@ -22,6 +22,7 @@ from hpsearch.search.fleet.rank_launcher import check_devices
 from hpsearch.search.process import ENDING_SIGNALS, restore_handlers, stop_on_signals
 from hpsearch.search.report import update_report
 from hpsearch.search.run.live import LiveView
+from hpsearch.search.run.running import register_search
 from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
@@ -32,7 +33,7 @@ from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from hpsearch.storage.mlflow.client import RunDeletedError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
@@ -70,6 +71,7 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
 
 
 _POLL_SECONDS = 0.5
+_DOWN_SECONDS = 2.0  # until workers are killed that cannot save their state, because the services were stopped
 _INTERRUPTED_UPLOAD_SECONDS = 10.0  # maximum time of the upload to MLflow after Ctrl-C
 
 
@@ -118,6 +120,9 @@ def run_fleet(
 
     Returns:
         Whether a signal interrupted the fleet, and one line per worker that gave up, with the reason.
+
+    Raises:
+        ServiceUnavailableError: the embedded services were stopped.
     """
     options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
@@ -144,12 +149,12 @@ def run_fleet(
         stop = stop_on_signals(*ENDING_SIGNALS, kill=lambda: fleet.stop(kill=True), request=fleet.stop)
         try:
             fleet.start()
-            with supervisor as is_down, LiveView(console, study.spec, fleet, study) as view:
+            with register_search(logs), supervisor as is_down, LiveView(console, study.spec, fleet, study) as view:
                 while fleet.poll(progress.trials_with_result, is_outage=is_outage):
                     progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)
                     if is_down is not None and is_down.is_set():
-                        fleet.stop()
+                        fleet.stop(within=_DOWN_SECONDS)
                     if stop.is_set() and not has_printed_stop:
                         has_printed_stop = True
                         view.print_line(
@@ -160,6 +165,11 @@ def run_fleet(
         finally:
             fleet.stop()  # after an internal error, workers save their state
             fleet.close()
+    if is_down is not None and is_down.is_set():
+        raise ServiceUnavailableError(
+            f"the embedded services in {services.home} were stopped during the search; continue with: "
+            f"{study.resume_command}"
+        )
     return stop.is_set(), fleet.gave_up
 
 

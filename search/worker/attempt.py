@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFinit
 from hpsearch.objectives.training.ranks import RankLostError
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
+from hpsearch.search.process import end_if_forked
 from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
 from hpsearch.search.study.device_summary import summarize_throughput
@@ -132,7 +134,11 @@ class Attempt:
             refit=spec.refit,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
-        return fit_on_all_ranks(context.objective, job, session=self._session, device=context.options.device)
+        pid = os.getpid()
+        try:
+            return fit_on_all_ranks(context.objective, job, session=self._session, device=context.options.device)
+        finally:
+            end_if_forked(pid)
 
     def _finish(self, result: RunResult) -> TrialEnd:
         """Publish the result of a training that completed or was pruned, and end the trial."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpsearch.objectives.errors import ObjectiveError, suggest_names
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict
+from hpsearch.search.process import end_if_forked
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext
@@ -47,6 +49,7 @@ class TrialSession:
         self.shards = files.shards
         self._files = files
         self._context = context
+        self._pid = os.getpid()
         self._claim = claim
         self._log_epoch = log_epoch
         self.checkpoints = TrialCheckpoints(context.checkpoints, files, claim)
@@ -70,6 +73,7 @@ class TrialSession:
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Save the state to the run directory and the store. The state becomes valid when its epoch is reported."""
+        end_if_forked(self._pid)
         began = time.monotonic()
         self.checkpoints.save(state, best=best)
         self.saved = describe_position(state)
@@ -113,6 +117,7 @@ class TrialSession:
         Raises:
             ClaimLostError: another attempt owns the trial; nothing was written.
         """
+        end_if_forked(self._pid)
         # The report comes first, because a worker that lost its trial must not change runs or files.
         spec = self._context.spec
         metrics = self._select_metrics(record)

@@ -196,6 +196,14 @@ class EmbeddedStack:
     def stop(self) -> list[str]:
         """Stop all services, Postgres last; return one line per stopped service."""
         server = self.server
+        # Saved first, because a search restarts services that end without a stop command.
+        records = (self.state.postgres, self.state.mlflow, self.state.dashboard)
+        known = [record.process for record in records]
+        for record in records:
+            record.process = None
+        self._save()
+        for record, process in zip(records, known, strict=True):
+            record.process = process
         stopped = self.stop_services()
         stopped.append(("Postgres", server.stop() if server else None))
         self.state.postgres.process = None

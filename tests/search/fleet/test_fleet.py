@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,10 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpsearch.search import process
 from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
+from hpsearch.search.run.running import find_searches, stop_searches
 from hpsearch.search.worker.options import WorkerOptions
 
 # One pytest-xdist process runs the tests that fork, so that the libraries of workers are loaded once.
@@ -54,6 +57,39 @@ def test_a_completed_trial_resets_the_count_of_worker_deaths(fleet: Fleet) -> No
     assert len(fleet.slots[0].pids) > MAX_DEATHS
 
 
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_exit_codes_of_user_code_are_not_those_of_the_worker(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    command = [sys.executable, "-S", "-c", f"import os; os._exit({code})"]
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(command))
+    fleet.start()
+    while fleet.poll(0):
+        time.sleep(0.01)
+    assert len(fleet.slots[0].pids) == MAX_DEATHS
+    why = f"hpsearch: code of the objective ended the worker's process with exit code {code}"
+    assert fleet.gave_up[0].startswith(f"worker 0 gave up (exit code 1): {why};")
+
+
+def test_workers_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    command = [sys.executable, "-S", "-c", code]
+    monkeypatch.setattr(fleets, "can_fork", lambda: False)
+    monkeypatch.setattr(fleets, "_KILL_MARGIN_SECONDS", 0.01)
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(command, stdout=subprocess.PIPE))
+    with closing(Fleet("study", WorkerOptions(grace=0), workers=1, log_dir=tmp_path, gpus=[])) as fleet:
+        fleet.start()
+        worker = fleet.slots[0].process
+        assert isinstance(worker, subprocess.Popen)
+        assert worker.stdout is not None
+        with worker.stdout:
+            worker.stdout.readline()
+            fleet.stop()
+            while fleet.poll(0):
+                time.sleep(0.01)
+    assert (fleet.slots[0].exit_code, fleet.slots[0].state, fleet.gave_up) == (-9, "stopped", ())
+
+
 def test_two_runs_of_one_study_have_different_logs(fleet: Fleet, tmp_path: Path) -> None:
     def names(made: Fleet) -> list[str]:
         return [slot.log.name for slot in made.slots]
@@ -86,18 +122,57 @@ def test_a_forked_command_equals_a_new_process(tmp_path: Path) -> None:
     start_fork_server(MANY)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
-    process = ForkedProcess(
+    worker = ForkedProcess(
         partial(main, ["worker", "--study", "s", "--lease", "0"]),
         ["worker", "--study", "s", "--lease", "0"],
         environment,
         log,
     )
-    assert ended(process) == 2
+    assert ended(worker) == 2
     assert "--lease" in log.read_text()
     assert "ONLY_HERE" not in os.environ
     again = forked(["--help"], log, environment)
     assert ended(again) == 0
     assert "Usage: hpsearch" in log.read_text()
+
+
+def _leave_a_thread() -> int:
+    process._EXIT_SECONDS = 0.1
+    threading.Thread(target=threading.Event().wait, name="left").start()
+    return 3
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_threads_of_user_code_do_not_prevent_the_exit_of_a_worker(tmp_path: Path) -> None:
+    start_fork_server(MANY)
+    environment = {**os.environ, process.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
+    assert ended(ForkedProcess(_leave_a_thread, [], environment, tmp_path / "log")) == 3
+    assert (tmp_path / "log").read_text() == "hpsearch: ended, with code of the objective: thread left\n"
+    assert (tmp_path / "exit").read_text() == "3"
+
+
+def test_the_searches_of_a_home_are_found_and_stopped(tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "wine"
+    logs.mkdir(parents=True)
+    code = f"""
+import signal
+from pathlib import Path
+from hpsearch.search.run.running import register_search
+with register_search(Path({str(logs)!r})):
+    print(flush=True)
+    signal.pause()
+"""
+    assert find_searches(tmp_path) == []
+    search = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert search.stdout is not None
+    with search.stdout:
+        search.stdout.readline()
+    found = find_searches(tmp_path)
+    assert [(name, running.pid) for name, running in found] == [("wine", search.pid)]
+    assert stop_searches(found)
+    search.wait()
+    assert find_searches(tmp_path) == []
+    assert list(logs.iterdir()) == []
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
@@ -113,8 +188,8 @@ def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    process = forked(arguments, tmp_path / "log")
-    assert ended(process) == 0, (tmp_path / "log").read_text()
+    worker = forked(arguments, tmp_path / "log")
+    assert ended(worker) == 0, (tmp_path / "log").read_text()
 
 
 _WATCH = """
