@@ -10,7 +10,8 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -127,7 +128,7 @@ def locate_sources(reference: str) -> list[Path]:
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:
-        return [file[0].absolute()] if file[0].is_file() else []
+        return [file[0].absolute()] if _is_file(file[0]) else []
     parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
     for number in range(1, len(parts) + 1):
         spec, folders = _find_spec(".".join(parts[:number]), folders)
@@ -171,7 +172,7 @@ def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> t
 def _describe_unknown_reference(reference: str) -> str:
     if "." in reference:
         return f"objective {reference!r} is incomplete; write package.module:Class, or a path that ends in .py"
-    if Path(f"{reference}.py").is_file():
+    if _is_file(Path(f"{reference}.py")):
         return f"unknown objective {reference!r}; did you mean the file {reference}.py?"
     return f"unknown objective {reference!r}; {suggest_names(reference, list(BUILTIN))}"
 
@@ -185,9 +186,8 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
     """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code."""
-    if not path.is_file():
-        create = f"hpsearch init {shlex.quote(path.name)}"
-        raise ObjectiveError(f"file {format_path(path)} does not exist; create it with: {create}")
+    if not _is_file(path):
+        raise ObjectiveError(f"file {format_path(path)} does not exist; {_suggest_file(path)}")
     path = path.resolve()
     with _wrap_import_errors(path):
         content = path.read_bytes()
@@ -215,6 +215,24 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
     return module
 
 
+def _is_file(path: Path) -> bool:
+    """Return whether the path is that of a file; False if the system does not accept the path."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # such as a name of more than 255 bytes
+        return False
+
+
+def _suggest_file(path: Path) -> str:
+    """Return the objective with a similar name that a missing file may mean, else the command that creates the file."""
+    known = {f"{name}.py": name for name in BUILTIN}
+    with suppress(OSError):
+        known |= {entry.name: str(entry) for entry in path.parent.iterdir() if entry.suffix == ".py"}
+    if close := get_close_matches(path.name, known, n=1, cutoff=0.8):
+        return f"did you mean {known[close[0]]!r}?"
+    return f"create it with: hpsearch init {shlex.quote(path.name)}"
+
+
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not a module name; write package.module:Class")
@@ -240,7 +258,12 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     except ObjectiveError:
         raise
     except (Exception, SystemExit) as error:
-        raise ObjectiveError(format_user_error(error, file)) from error
+        text = format_user_error(error, file)
+        if file is not None and isinstance(error, SyntaxError) and "null bytes" in str(error):
+            text = f"{format_path(file)} is not a text file in UTF-8; save it as UTF-8"
+        elif file is not None and "relative import with no known parent" in str(error):
+            text += f"; give its module instead of the file, such as {file.parent.name}.{file.stem}:CLASS"
+        raise ObjectiveError(text) from error
 
 
 _SEARCH_FOLDERS: list[str] = []  # folders of objectives that were added to sys.path

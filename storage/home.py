@@ -27,7 +27,7 @@ def prepare_home(value: str | None = None) -> Path:
     Raises:
         StorageError: the folder cannot be created or written, is not a folder, or belongs to another user.
     """
-    home = resolve_home(value)
+    home, setting = resolve_home(value), _name_setting(value)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         if not home.exists():
@@ -35,9 +35,11 @@ def prepare_home(value: str | None = None) -> Path:
             home.chmod(0o711 if os.geteuid() == 0 else 0o700)
     except (OSError, ValueError) as error:
         cause = format_os_error(error)
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be created ({cause}); {_REMEDY}") from None
+        raise StorageError(
+            f"{setting} {str(home)!r} cannot be created ({cause}); set {setting} to a folder that you may write to"
+        ) from None
     if not home.is_dir():
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} is not a folder; {_REMEDY}")
+        raise StorageError(f"{setting} {str(home)!r} is not a folder; set {setting} to a folder that you may write to")
     check_writable(home)
     try:
         for name in FOLDERS:
@@ -45,10 +47,16 @@ def prepare_home(value: str | None = None) -> Path:
     except OSError as error:
         cause = format_os_error(error)
         raise StorageError(
-            f"{HOME_VARIABLE} {str(home)!r}: {name!r} cannot be a private folder ({cause}): {_REMEDY}"
+            f"{setting} {str(home)!r}: {name!r} cannot be a private folder ({cause}); "
+            f"set {setting} to a folder that you may write to"
         ) from None
     remember_home(home)
     return home
+
+
+def _name_setting(value: str | None) -> str:
+    """Return the setting that a home comes from, for messages."""
+    return "--home" if value and value != os.environ.get(HOME_VARIABLE) else HOME_VARIABLE
 
 
 def _ensure_private(folder: Path) -> None:
@@ -125,11 +133,14 @@ def resolve_home(value: str | None = None) -> Path:
     Raises:
         StorageError: the path names an unknown user.
     """
+    setting = _name_setting(value)
     if chosen := value or os.environ.get(HOME_VARIABLE):
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user
-            raise StorageError(f"{HOME_VARIABLE} {chosen!r} names an unknown user; {_REMEDY}") from None
+            raise StorageError(
+                f"{setting} {chosen!r} names an unknown user; set {setting} to a folder that you may write to"
+            ) from None
     if os.geteuid() == 0:
         return Path("/var/lib/hpsearch")
     import platformdirs

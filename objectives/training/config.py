@@ -28,6 +28,7 @@ SCHEDULES = (
 PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+MAX_BATCH_SIZE = 2**31 - 1
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
 
@@ -75,7 +76,7 @@ class TrainConfig:
     lookahead_steps: Annotated[int, field('with "lookahead": steps between updates of the slow weights', ge=1)] = 5
     lookahead_alpha: Annotated[float, field('with "lookahead": step size of the slow weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, field("radius of the neighborhood in which SAM maximizes the loss", gt=0)] = 0.05
-    batch_size: Annotated[int, field("samples per micro-batch, summed over all devices", ge=1)] = 64
+    batch_size: Annotated[int, field("samples per micro-batch, summed over all devices", ge=1, le=MAX_BATCH_SIZE)] = 64
     gradient_accumulation_steps: Annotated[
         int, field("micro-batches per optimizer step; the loss is the mean over all samples", ge=1)
     ] = 1
@@ -107,7 +108,9 @@ class TrainConfig:
     compile: Annotated[bool, field("use torch.compile; if it fails, log the reason and continue without it")] = False
     channels_last: Annotated[bool, field("use channels-last memory format for [n, c, h, w], faster on GPUs")] = False
     activation_checkpointing: Annotated[bool, field("recompute activations in backward passes to save memory")] = False
-    eval_batch_size: Annotated[int | None, field("samples per evaluation batch; None is 4 * `batch_size`", ge=1)] = None
+    eval_batch_size: Annotated[
+        int | None, field("samples per evaluation batch; None is 4 * `batch_size`", ge=1, le=MAX_BATCH_SIZE)
+    ] = None
     log_every: Annotated[
         int | None, field("steps between records of loss and gradient norms after step 20; None for no records", ge=1)
     ] = 50

@@ -373,7 +373,9 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        if device.type == "meta":
+            raise RuntimeError("it stores no data; give cpu, cuda or cuda:N")
+    except (RuntimeError, AssertionError, ImportError) as error:  # ImportError: the device needs another package
         detail = get_first_line(error)
         raise ObjectiveError(f"device {name!r} is not available: {detail}") from error
     return device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 import traceback
 from typing import Any
@@ -75,7 +76,8 @@ def _add_value(error: typer.TyperException, message: str, given: list[str]) -> s
     """Return typer's error message, completed by the rejected value and a reference to the help."""
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
-            message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
+            found = re.search(rf"'{name}'( \(env var: '\w+'\))?:", message)
+            message = message.replace(found[0], f"{name} {given[given.index(name) + 1]!r}:") if found else message
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         near = [*(error.possibilities or ()), *filter(None, [CURRENT_NAMES.get(error.option_name)])]
         close = suggest_names(error.option_name, near) if near else ""

@@ -39,6 +39,9 @@ class _Command(TyperCommand):
         _write_sections(formatter, rows)
 
 
+_OTHER_NAMES = {"list": "studies", "ls": "studies", "ps": "status", "rm": "delete", "resume": "start"}  # of other tools
+
+
 class _Group(TyperGroup):
     """Group whose --help lists the commands in sections, each with the first sentence of its help."""
 
@@ -58,7 +61,9 @@ class _Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
-            ctx.fail(f"unknown command {args[0]!r}{suggest_names(args[0], self.commands)}")
+            other = _OTHER_NAMES.get(args[0])
+            hint = f"; did you mean {other!r}?" if other in self.commands else suggest_names(args[0], self.commands)
+            ctx.fail(f"unknown command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
 
 

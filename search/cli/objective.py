@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -60,7 +61,7 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
     from hpsearch.search.errors import SearchError, as_search_error
     from hpsearch.search.spec.resolve import parse_options
 
-    given = {key: _to_number(value) for key, value in parse_options("--set", pairs or []).items()}
+    given = {key: _to_number(value) for key, value in parse_options("--set", pairs or [], example="lr=1e-3").items()}
     if isinstance(objective, LoopObjective):
         own = dict(config_to_json(objective.default_config(), f"{type(objective).__name__}.suggest"))
         for key, value in given.items():
@@ -76,6 +77,19 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
             values[key] = value
     with as_search_error("--set: " if given else "", ObjectiveError):
         return TrainConfig(**values)
+
+
+def _make_run_dir(folder: Path) -> None:
+    """Create the folder of a run before the training, whose result would be lost otherwise."""
+    from hpsearch.search.errors import SearchError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SearchError(
+            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}); give a folder that you may write to"
+        ) from None
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
@@ -146,6 +160,7 @@ def train(
     found.set_reported_metrics([*found.directions, *found.constraints])
     config = make_config(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    _make_run_dir(folder)
     session = PrintingSession(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if profile or tensorboard:
@@ -237,6 +252,8 @@ def smoke(
 
     found = require_model_objective(load_objective(objective), "smoke")
     config = make_config(found, settings)
+    if run_dir is not None:
+        _make_run_dir(run_dir)
     result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
@@ -275,9 +292,11 @@ def lr_range(
     from hpsearch.objectives.training.trainer import resolve_device
 
     found = require_model_objective(load_objective(objective), "lr-range")
+    config = make_config(found, settings)
+    _make_run_dir(run_dir)
     result = run_lr_range_test(
         found,
-        make_config(found, settings),
+        config,
         seed=seed,
         lowest=lowest,
         highest=highest,

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
 
     values: dict[str, Any]
     file_keys: set[str]
+    file: Path | None = None
 
 
 def worker_option(name: str) -> Any:
@@ -203,4 +204,4 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
     settings |= flags
     if "objective" not in settings:
         raise SearchError("OBJECTIVE is missing; give one such as digits, or --spec FILE with the setting 'objective'")
-    return Settings(settings, in_file)
+    return Settings(settings, in_file, spec_file)

@@ -33,7 +33,7 @@ def run(
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.resolve import check_settings, replace_flags_in_errors
 
-    with replace_flags_in_errors(settings.file_keys):
+    with replace_flags_in_errors(settings.file_keys, settings.file):
         check_settings(settings.values)
     check_pair(where)  # before the slow imports
 
@@ -43,13 +43,15 @@ def run(
 
     with disable_gc():
         from hpsearch.search.console import PlainConsole
+        from hpsearch.search.fleet.rank_launcher import check_devices
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
         from hpsearch.search.tracking.tracker import check_trackers
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
+    check_devices(options)  # before the study is created
     console = PlainConsole()
-    with replace_flags_in_errors(settings.file_keys):
+    with replace_flags_in_errors(settings.file_keys, settings.file):
         services, study, created = begin_search(
             settings.values, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )

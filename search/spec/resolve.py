@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -27,13 +28,13 @@ def convert_names_to_tables(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, **short}
 
 
-def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
+def parse_options(flag: str, pairs: list[str], *, example: str = "n_startup_trials=5") -> dict[str, Any]:
     """Return ``KEY=VALUE`` pairs as a dictionary. Values are parsed as YAML scalars (``5``, ``true``, ``0.1``)."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise SearchError(f"{flag} {pair!r} is invalid; write KEY=VALUE, such as n_startup_trials=5")
+            raise SearchError(f"{flag} {pair!r} is invalid; write KEY=VALUE, such as {example}")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -46,11 +47,12 @@ _FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![
 
 
 @contextmanager
-def replace_flags_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
+def replace_flags_in_errors(keys: Container[str] | None = None, file: Path | None = None) -> Iterator[None]:
     """In the messages of errors in this block, replace the flags of settings by their keys in programs and spec files.
 
     Args:
         keys: the settings that were given by key, not by flag; None selects all settings.
+        file: spec file with these settings, which the messages about them name.
     """
 
     def replace_flag(match: re.Match[str]) -> str:
@@ -60,7 +62,10 @@ def replace_flags_in_errors(keys: Container[str] | None = None) -> Iterator[None
     try:
         yield
     except SearchError as error:
-        raise SearchError(_FLAG.sub(replace_flag, str(error))) from None
+        text = _FLAG.sub(replace_flag, str(error))
+        first = re.match(r"(?:unknown setting )?'?(\w+)", text)
+        is_in_file = file is not None and keys is not None and first is not None and first[1] in keys
+        raise SearchError(f"--spec {file}: {text}" if is_in_file else text) from None
 
 
 def check_settings(settings: dict[str, Any]) -> None:

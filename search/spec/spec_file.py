@@ -12,6 +12,19 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import convert_names_to_tables
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML loader that rejects duplicate keys, of which others silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
 def read_spec_file(path: Path) -> dict[str, Any]:
     """Return the settings in a ``.toml``, ``.yaml`` or ``.yml`` file as JSON types.
 
@@ -20,17 +33,19 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     """
     suffix = path.suffix.lower()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows add a byte order mark
         if suffix == ".toml":
             values = tomllib.loads(text)
         elif suffix in {".yaml", ".yml"}:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, Loader=_Loader)  # noqa: S506 derived from SafeLoader
         else:
             raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
     except OSError as error:
         raise SearchError(f"--spec {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise SearchError(f"--spec {path} is not UTF-8 text; save the file as UTF-8") from None
+    except RecursionError:
+        raise SearchError(f"--spec {path}: the brackets are nested too deeply; write a table of settings") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None

@@ -53,6 +53,22 @@ def read_checkpoint_url(study: StoredStudy) -> str | None:
     return str(stored)
 
 
+def find_checkpoint_warning(study: StoredStudy, url: str | None) -> str | None:
+    """Return a warning if a worker's checkpoint URL is not that of the other workers; None if it may be."""
+    stored = study.attrs.get(CHECKPOINT_URL)
+    if url is None or redact(url) != url or _normalize(url) == stored:  # a URL with a password is not stored
+        return None
+    place = "in the home folder" if stored is None else f"at {redact(str(stored))}"
+    return (
+        f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are {place}; remove the option if these "
+        "are two places, between which workers cannot resume trials"
+    )
+
+
+def _normalize(url: str) -> str:
+    return url if "://" in url else str(Path(url).expanduser().absolute())
+
+
 def open_removable_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
     """Return a study's checkpoints for a command that removes them.
 
@@ -85,7 +101,7 @@ def store_checkpoint_url(study: StoredStudy, url: str) -> None:
     """
     if redact(url) != url:
         return
-    url = url if "://" in url else str(Path(url).expanduser().absolute())
+    url = _normalize(url)
     if (kept := study.attrs.get(CHECKPOINT_URL, url)) != url:
         raise SearchError(
             f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}; "

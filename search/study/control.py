@@ -122,7 +122,10 @@ def extend_study(
         instead = f"; select other finalists with {again}" if of.refit is None else ""
         raise SearchError(f"study {study.spec.name!r} holds {of.description} and cannot be extended{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
-        raise SearchError(f"{flag} {more!r} is invalid; give +N for N more {unit}, or the new budget as a number")
+        limit = "; it has too many digits" if re.fullmatch(r"\+?[0-9]{13,}", more) else ""
+        raise SearchError(
+            f"{flag} {more!r} is invalid{limit}; give +N for N more {unit}, or the new budget as a number"
+        )
     changed: list[BudgetChange] = []
 
     def change_budget(spec: dict[str, Any], started: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.checkpoints import find_checkpoint_warning, open_checkpoints
 from hpsearch.search.study.study import check_release, get_runs_folder, load_study, require_measurable, resolve_tracking
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
@@ -88,6 +88,8 @@ class WorkerContext:
         if warning := study.find_devices_warning(options.world_size):
             log.warning(warning)
         self.services, self.tracking = services, services.open_tracking()
+        if warning := find_checkpoint_warning(study, options.checkpoint_url):
+            log.warning(warning)
         self.checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
         self.tracker = Tracker(
             study,

@@ -50,7 +50,7 @@ def test_an_existing_home_keeps_its_mode_and_its_folders_become_private(tmp_path
 
 def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(StorageError, match=r"'runs' cannot be a private folder \(File exists\): set HPSEARCH_HOME"):
+    with pytest.raises(StorageError, match=r"'runs' cannot be a private folder \(File exists\); set --home"):
         prepare_home(str(tmp_path))
 
 
@@ -84,9 +84,9 @@ def test_a_relative_path_and_the_users_home(tmp_path: Path, monkeypatch: pytest.
 def test_an_unusable_home_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"^HPSEARCH_HOME ") as raised:
+    with pytest.raises(StorageError, match=r"^--home ") as raised:
         prepare_home(value)
-    assert "set HPSEARCH_HOME to a folder that you may write to" in str(raised.value)
+    assert "set --home to a folder that you may write to" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -137,7 +137,7 @@ def test_a_home_that_another_user_prepared_is_rejected(open_folder: Path) -> Non
     open_folder.chmod(0o777)
     act_as_second_user(lambda: _prepare_traps(str(open_folder)))
     for name in ("taken", "link", "shared-folder", "shared-link", "shared-stack"):
-        with pytest.raises(StorageError, match=rf"belongs to uid {UID}.*set HPSEARCH_HOME") as raised:
+        with pytest.raises(StorageError, match=rf"belongs to uid {UID}.*set (HPSEARCH_HOME|--home) to") as raised:
             prepare_home(str(open_folder / name))
         assert "\n" not in str(raised.value)
     for name in ("shared-token", "shared-token-link"):

@@ -46,6 +46,19 @@ BAD = [
     (["run", "no.such.module:Class"], ["no.such.module"]),
     (["run", "hpsearch.objectives.builtin.digits:Digit"], ["Digit", "Digits"]),
     (["run", "nowhere.py"], ["nowhere.py"]),
+    (["run", "digit.py"], ["file digit.py does not exist; did you mean 'digits'?"]),
+    (["run", "x" * 300 + ".py"], ["does not exist"]),
+    (["objective", "show", "x" * 300], ["unknown objective"]),
+    (["objective", "show", "digits", "--set", "lr"], ["--set 'lr'", "lr=1e-3"]),
+    (["objective", "show", "digits", "--set", "batch_size=99999999999999999999"], ["batch_size", "2147483647"]),
+    (["train", "digits", "--run-dir", "/dev/null/x"], ["--run-dir '/dev/null/x'", "Not a directory"]),
+    (["lr-range", "digits", "--run-dir", "/dev/null"], ["--run-dir '/dev/null'", "File exists"]),
+    (["smoke", "digits", "--run-dir", "/dev/null"], ["--run-dir '/dev/null'", "File exists"]),
+    (["smoke", "digits", "--device", "hpu"], ["device 'hpu' is not available"]),
+    (["smoke", "digits", "--device", "meta"], ["device 'meta' is not available", "cpu, cuda or cuda:N"]),
+    (["run", "digits", "--devices", "cuda:99"], ["--devices 'cuda:99'", "valid integer"]),
+    (["up", "--home", "/dev/null"], ["--home '/dev/null' is not a folder"]),
+    (["list"], ["unknown command 'list'; did you mean 'studies'?"]),
     (["run"], ["OBJECTIVE", "--spec"]),
     (["run", "digits", "--trials", "0"], ["--trials", "0"]),
     (["run", "digits", "--trials", "many"], ["--trials", "'many'", "it must be a valid integer"]),
@@ -131,6 +144,40 @@ def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
 def test_a_spec_file_of_another_kind_is_refused(refuse, tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     assert name in refuse("run", "--spec", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("import os\n".encode("utf-16"), ["u.py is not a text file in UTF-8"]),
+        (b"import os\0\n", ["u.py is not a text file in UTF-8"]),
+        (b"from . import other\n", ["u.py:1", "give its module instead of the file, such as pkg.u:CLASS"]),
+    ],
+    ids=["utf-16", "nul", "relative"],
+)
+def test_a_file_that_cannot_be_an_objective_is_named(refuse, tmp_path: Path, content: bytes, words: list[str]) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "u.py").write_bytes(content)
+    message = refuse("objective", "show", str(tmp_path / "pkg" / "u.py"))
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("s.yaml", "objective: digits\nepochs: 2\nepochs: 3\n", ["duplicate key 'epochs'", "line 3"]),
+        ("s.yaml", f"a: {'[' * 5000}", ["nested too deeply"]),
+        ("s.toml", f"a = {'[' * 5000}", ["nested too deeply"]),
+        ("s.toml", "\ufeffobjective = 'digits'\nepochs = 0\n", ["s.toml: epochs must be at least 1, not 0"]),
+        ("s.toml", "objective = 'digits'\nepoch = 1\n", ["s.toml: unknown setting 'epoch'", "epochs"]),
+    ],
+    ids=["duplicate", "nested yaml", "nested toml", "byte order mark", "unknown"],
+)
+def test_a_fault_in_a_spec_file_names_the_file(refuse, tmp_path: Path, name: str, text: str, words: list[str]) -> None:
+    (tmp_path / name).write_text(text)
+    message = refuse("run", "--spec", str(tmp_path / name))
+    assert message.startswith(f"hpsearch: --spec {tmp_path / name}: ")
+    assert [word for word in words if word not in message] == []
 
 
 def test_an_error_in_the_users_file_names_its_file_and_line(refuse, tmp_path: Path) -> None:
@@ -264,15 +311,16 @@ def test_a_prompt_without_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "n_trials must be at least 1, not 0"),
+        ((), "--spec {file}: n_trials must be at least 1, not 0"),
         (("--trials", "-1"), "--trials must be at least 1, not -1"),
     ],
 )
 def test_an_error_names_a_setting_as_in_the_command(
     refuse: Any, tmp_path: Path, flags: tuple[str, ...], said: str
 ) -> None:
-    (tmp_path / "spec.yaml").write_text("objective: digits\nn_trials: 0\n")
-    assert refuse("run", "--spec", str(tmp_path / "spec.yaml"), *flags) == f"hpsearch: {said}\n"
+    file = tmp_path / "spec.yaml"
+    file.write_text("objective: digits\nn_trials: 0\n")
+    assert refuse("run", "--spec", str(file), *flags) == f"hpsearch: {said.format(file=file)}\n"
 
 
 def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
