@@ -134,8 +134,21 @@ def _is_user_file(filename: str, file: Path | None) -> bool:
     return not any(path.is_relative_to(folder) for folder in (*_LIBRARY_FOLDERS, *_PACKAGE_FOLDERS))
 
 
+_LONGEST_MESSAGE = 1000  # characters; a message may contain a whole tensor
+
+
+def get_message(error: BaseException) -> str:
+    """Return the message of an exception of user code, cut if it is long; `str` of such an exception may fail."""
+    try:
+        text = str(error)
+    except Exception as failure:  # whatever the user's code raises
+        text = f"(its __str__ raises {type(failure).__name__})"
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
+
+
 def _first_line(error: BaseException) -> str:
-    lines = ["".join(filter(str.isprintable, line)).strip() for line in str(error).splitlines() if line.strip()]
+    text = get_message(error)
+    lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else ""
 
 
@@ -171,4 +184,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # The CPU allocator raises a RuntimeError.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and "can't allocate memory" in get_message(error)

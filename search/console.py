@@ -38,7 +38,7 @@ class PlainConsole(Console):
 
     def __init__(self, *, stderr: bool = False, width: int | None = None, **options: Any) -> None:
         is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-        if width is None and not is_terminal and "COLUMNS" not in os.environ:
+        if width is None and not is_terminal and not _has_columns():
             width = _FILE_COLUMNS
         options = {"stderr": stderr, "markup": False, "highlight": False, "emoji": False, "soft_wrap": True} | options
         super().__init__(width=width, **options)
@@ -68,6 +68,11 @@ class PlainConsole(Console):
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError. Rich's method exits the process, but a closed pipe must not end a search."""
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
+
+
+def _has_columns() -> bool:
+    """Return whether COLUMNS is a width; Bash sets it to 0 for some shells without a terminal."""
+    return os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) > 0
 
 
 class _UnpaddedTable:

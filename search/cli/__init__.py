@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import sys
 import traceback
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -17,7 +18,9 @@ from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
+    EXIT_DONE,
     EXIT_INTERRUPTED,
+    EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
     add_working_folder_to_path,
     ignore_stop_signals,
@@ -36,11 +39,31 @@ def main(arguments: list[str] | None = None) -> None:
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(EscapingFormatter())
     given = sys.argv[1:] if arguments is None else arguments
-    code = run_command(given)
+    try:
+        code = run_command(given)
+        sys.stdout.flush()
+    except OSError as error:
+        if not (broken := [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]):
+            raise
+        is_pipe = isinstance(error, BrokenPipeError)  # its reader, such as head, has enough
+        code = EXIT_DONE if is_pipe else EXIT_UNAVAILABLE
+        if sys.stderr not in broken and not is_pipe:
+            echo(f"hpsearch: the output cannot be written ({error.strerror})", err=True)
+        for stream in broken:  # otherwise the interpreter reports the unwritten rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if given[:1] == ["worker"]:  # engines depend on its exit code
         ignore_stop_signals()
     gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
+
+
+def _is_broken(stream: TextIO) -> bool:
+    """Return whether text cannot be written to a stream, for example because its disk is full."""
+    try:
+        stream.flush()  # repeats the write that failed
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def _print_traceback(*error: Any) -> None:

@@ -188,6 +188,7 @@ class Fleet:
             with slot.log.open("a") as log:
                 log.write(f"hpsearch: code of the objective ended the worker's process with exit code {code}\n")
             code = EXIT_UNAVAILABLE
+        slot.exit_file.unlink(missing_ok=True)
         is_final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not is_outage)
         slot.deaths += not is_final and not is_outage
         if is_final or self._is_stopping or slot.deaths >= MAX_DEATHS:

@@ -13,7 +13,7 @@ from functools import partial
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, get_message
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError
@@ -177,7 +177,7 @@ class Attempt:
         return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
 
     def _fail(self, error: BaseException) -> TrialEnd | None:
-        reason = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
+        reason = " ".join(_as_text(f"{type(error).__name__}: {get_message(error)}").split())
         if not isinstance(error, ObjectiveError) or hasattr(error, "__notes__"):  # a note is another rank's traceback
             log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
             with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed

@@ -1,21 +1,51 @@
-"""``hpsearch``, and ``python -m hpsearch``."""
+"""``hpsearch``, and ``python -m hpsearch``. It handles Ctrl-C before the slow imports."""
+
+from __future__ import annotations
 
 import os
+import signal
+import sys
+from typing import NoReturn
 
-from hpsearch.search.process import exit_on_signals, pop_exit_file, prepare_exit
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
+    open_standard_streams()
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
+    if is_handled:
+        signal.signal(signal.SIGINT, _exit_interrupted)
+    from hpsearch.search.cli import main as run
+    from hpsearch.search.process import exit_on_signals, pop_exit_file, prepare_exit
+
     exit_on_signals()
     exit_file = pop_exit_file(os.environ)
-    from hpsearch.search.cli import main as run
-
     try:
+        if is_handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
+    except KeyboardInterrupt:  # before or after the command itself, which handles it
+        _exit_interrupted()
     except SystemExit as error:
         prepare_exit(error.code if isinstance(error.code, int) else 0, exit_file)
         raise
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of closed standard streams, which other files would replace otherwise."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115 stays open
+
+
+def _exit_interrupted(*_: object) -> NoReturn:
+    os.write(2, b"hpsearch: interrupted\n")
+    os._exit(_EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

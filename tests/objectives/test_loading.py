@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch import BUILTIN, BaseObjective, Objective, ObjectiveError, load_objective, objective_reference, source_hash
+from hpsearch.objectives.errors import format_user_error
 
 GOOD = """
 from hpsearch import Objective, TrainConfig
@@ -281,3 +282,13 @@ def test_a_class_without_a_file_has_no_hash():
 def test_paths_in_messages_are_short_below_the_current_directory(write):
     assert isinstance(write("deep/er/mine.py", "x"), Path)
     assert _refused("deep/er/mine.py").startswith("deep/er/mine.py:1: NameError")
+
+
+class _SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_messages_of_user_errors_are_short_and_never_fail() -> None:
+    assert format_user_error(_SilentError()) == "_SilentError: (its __str__ raises ValueError)"
+    assert format_user_error(ValueError("x" * 5_000_000)) == f"ValueError: {'x' * 1000}..."

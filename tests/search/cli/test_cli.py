@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpsearch.search.cli import run_command
+from hpsearch.search.cli import main, run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
@@ -133,6 +133,48 @@ def test_a_mistake_in_a_spec_file_is_reported(refuse, tmp_path: Path, text: str,
     message = refuse("run", "--spec", str(path))
     for word in words:
         assert word in message
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+def test_a_full_output_ends_a_command_with_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["--help"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "hpsearch: the output cannot be written (No space left on device)\n"
+
+
+_INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "hpsearch.search.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from hpsearch.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
+
+
+def test_closed_streams_are_replaced_by_the_null_device(tmp_path: Path) -> None:
+    code = f"""
+from hpsearch.__main__ import open_standard_streams
+open_standard_streams()
+import os, sys
+with open({str(tmp_path / "file")!r}, "w") as file:
+    print("to nowhere")
+    file.write(f"{{file.fileno() > 2}} {{sys.stdin.read()!r}} {{os.path.samefile('/dev/null', '/dev/fd/2')}}")
+"""
+    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
+    assert (tmp_path / "file").read_text() == "True '' True"
 
 
 def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
