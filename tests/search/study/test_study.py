@@ -1,4 +1,4 @@
-"""A stored study: the hash of its code, and the trials that MLflow lacks."""
+"""A stored study: warnings about its code, devices and checkpoints, and the trials that MLflow lacks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import optuna
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
+from hpsearch.search.study.checkpoints import find_checkpoint_warning, store_checkpoint_url
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import DEVICES, SOURCE_SHA256, SPEC, TRACKING
@@ -49,3 +50,17 @@ def test_another_number_of_devices_than_in_the_first_run_is_reported(database_ur
     warning = study.find_devices_warning(1)
     assert warning is not None
     assert "was started with --devices 2, but this command trains each trial on 1 device;" in warning
+
+
+def test_a_worker_with_other_checkpoints_than_the_study_is_warned(database_url: str, tmp_path: Path) -> None:
+    storage = open_storage(database_url, application_name="test")
+    study_id = optuna.create_study(study_name="s", storage=storage)._study_id
+    storage.set_study_user_attr(study_id, SPEC, spec_of(name="none").model_dump())
+    study = load_study(storage, "s")
+    assert find_checkpoint_warning(study, None) is None
+    assert "study 's' are in the home folder" in str(find_checkpoint_warning(study, str(tmp_path)))
+    store_checkpoint_url(study, str(tmp_path))
+    study = load_study(storage, "s")
+    assert find_checkpoint_warning(study, str(tmp_path)) is None
+    assert f"study 's' are at {tmp_path}; remove" in str(find_checkpoint_warning(study, "s3://bucket/other"))
+    assert find_checkpoint_warning(study, "s3://key:secret@bucket/other") is None  # such a URL is not stored
