@@ -210,7 +210,7 @@ def on_two(ranks, folder):
     result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
     found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
     if ranks.is_rank_zero:
-        module, inputs, _ = result.exportable_model()
+        module, inputs, *_ = result.exportable_model()
         torch.export.save(torch.export.export(module, tuple(x for _, x in inputs)), folder / "model.pt2")
         torch.save((result.val.x[:4], module(result.val.x[:4]).detach()), folder / "expected.pt")
     return found
