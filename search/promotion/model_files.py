@@ -96,10 +96,10 @@ def find_code(folder: Path) -> str:
         return "no readable file MLmodel"
     if kinds.keys() == {"hpsearch"}:
         return _find_other(names, _CHECKPOINT_FILES)
-    if kinds.keys() != {"python_function", "pytorch"}:
+    if kinds.keys() not in ({"pytorch"}, {"python_function", "pytorch"}):  # pyfunc has no models with several inputs
         return f"the flavors {', '.join(sorted(kinds))}"
     for flavor, plain in (("python_function", _PYFUNC), ("pytorch", _PYTORCH)):
-        for key, value in kinds[flavor].items():
+        for key, value in kinds.get(flavor, {}).items():
             if key not in _PLAIN_KEYS and (key not in plain or value != plain[key]):
                 return f"{key}: {str(value)[:80]!r} in the flavor {flavor}"
     if other := _find_other(names, _PROGRAM_FILES):

@@ -240,6 +240,19 @@ def test_an_exported_model_and_a_checkpoint_have_no_code(exported: Path, tmp_pat
     assert find_code(tmp_path / "checkpoint") == ""
 
 
+class Product(nn.Module):
+    """A model with two inputs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+
+def test_an_exported_model_with_several_inputs_has_no_code(tmp_path: Path) -> None:
+    inputs = [("x", torch.randn(4, 6)), ("y", torch.randn(4, 6))]
+    export_model(Product().eval(), inputs, [{0}] * 2, tmp_path / "model")
+    assert find_code(tmp_path / "model") == ""
+
+
 class Symbolic(nn.Module):
     """A model with symbolic sizes, a branch on data, and operators with texts as arguments."""
 
