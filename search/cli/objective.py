@@ -144,9 +144,11 @@ def train(
     """
     from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+    from hpsearch.objectives.training.loop.prepare import prepare_splits
     from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
@@ -159,17 +161,20 @@ def train(
     found = load_objective(objective)
     found.set_reported_metrics([*found.directions, *found.constraints])
     config = make_config(found, settings)
+    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
+    if isinstance(found, Objective):  # a custom training loop has its own data
+        with _print_warnings():
+            leaks = find_data_leaks(found, prepare_splits(found, plan.split_seed)[0])
+        for leak in leaks.values():
+            echo(f"warning: {leak}", err=True)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _make_run_dir(folder)
     session = PrintingSession(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if profile or tensorboard:
         require_model_objective(found, "--profile" if profile else "--tensorboard")
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _print_warnings():
-            for leak in find_data_leaks(found, plan.split_seed).values():
-                echo(f"warning: {leak}", err=True)
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)

@@ -225,10 +225,11 @@ def _create(
         FOLDER_NAME: folder,
         VERSION: release,
         SPEC: spec.model_dump(),
-        LEAKS: find_data_leaks(objective, spec.seed),
+        LEAKS: {},
     }
-    if isinstance(objective, Objective):
-        attrs[VAL_SAMPLES] = len(prepare_splits(objective, spec.seed)[0].val)
+    if isinstance(objective, Objective):  # a custom training loop has its own data
+        splits, _ = prepare_splits(objective, spec.seed)
+        attrs |= {LEAKS: find_data_leaks(objective, splits), VAL_SAMPLES: len(splits.val)}
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds
 

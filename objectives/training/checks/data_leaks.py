@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.data.leakage import KINDS, find_leaks
-from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.data.splits import Splits
 
 
-def find_data_leaks(objective: BaseObjective, split_seed: int) -> dict[str, str]:
-    """Return the signs of leakage in the objective's data, by kind, except those in `ignored_leaks`.
-
-    The result is empty for a custom training loop, which has its own data.
+def find_data_leaks(objective: Objective, splits: Splits) -> dict[str, str]:
+    """Return the signs of leakage in the splits of an objective, by kind, except those in `ignored_leaks`.
 
     Raises:
         ObjectiveError: all samples of a split are in another split, or `ignored_leaks` has an unknown kind.
     """
-    if not isinstance(objective, Objective):
-        return {}
     owner = type(objective).__name__
     if unknown := sorted(set(objective.ignored_leaks) - set(KINDS)):
         raise ObjectiveError(f"{owner}.ignored_leaks has {unknown[0]!r}; choose from {', '.join(KINDS)}")
-    leaks = find_leaks(prepare_splits(objective, split_seed)[0])
+    leaks = find_leaks(splits)
     return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}
