@@ -1,7 +1,7 @@
 """Real services for the tests: a Postgres with one database per test, and one full stack for the whole run.
 
 `--quick` deselects tests that need a process, a stack or a whole search. `--soak` adds tests that repeat and enlarge
-other tests.
+other tests, or that need a whole deployment.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _SHARED = pytest.StashKey[Path]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for quick runs and for CI."""
     parser.addoption("--quick", action="store_true", help="only tests of a moment: no stack, no search, no processes")
-    parser.addoption("--soak", action="store_true", help="the soaks too: what repeats and enlarges other tests")
+    parser.addoption("--soak", action="store_true", help="the soaks too: repetitions, whole deployments")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -119,6 +119,7 @@ def status(url: str, host: str, token: str) -> int:
 
 
 @pytest.mark.e2e
+@pytest.mark.soak  # test_pgbouncer.py runs a search with the commands of the same services
 def test_the_commands_of_the_services_run_a_search(machine: Machine) -> None:
     with pytest.raises(psycopg2.OperationalError, match="password authentication failed"):
         machine.connect("postgres", "wrong", "postgres")

@@ -26,6 +26,7 @@ from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.soak,  # a whole deployment for a file that rarely changes
     pytest.mark.skipif(shutil.which("caddy") is None, reason="Caddy is not installed"),
 ]
 

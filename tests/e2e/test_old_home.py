@@ -22,6 +22,7 @@ from tests.faults.harness import Zygote
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("backup")]
 
 
+@pytest.mark.soak  # test_backup.py restores a backup; the formats of an earlier version do not change
 def test_a_home_from_before_version_0_1_opens_and_resumes(
     guarded_homes: Callable[[], AbstractContextManager[Path]], zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -10,7 +10,10 @@ from tests.wrapper.clone import CONSTRAINTS, REPOSITORY, Clone, change, make_sou
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
+INSTALLERS = ["uv", pytest.param("pip", marks=pytest.mark.soak)]  # pip needs several times as long
+
+
+@pytest.mark.parametrize("installer", INSTALLERS)
 def test_a_package_that_was_replaced_on_its_index_is_not_installed(
     clone: Clone, tmp_path: Path, installer: str
 ) -> None:
@@ -33,7 +36,7 @@ def test_a_package_that_was_replaced_on_its_index_is_not_installed(
     assert {"torch-2.13.0", "honest-1.0"} <= there(clone)
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
+@pytest.mark.parametrize("installer", INSTALLERS)
 def test_no_package_is_built_before_its_hash_is_compared(clone: Clone, tmp_path: Path, installer: str) -> None:
     """A build runs the code of the package."""
     folder = tmp_path / "wheels"

@@ -220,7 +220,7 @@ def alone():
     return train_all(None)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
 def ranked(request):
     return on_ranks(request.param, train_all)
 
