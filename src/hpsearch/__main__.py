@@ -1,4 +1,4 @@
-"""``hpsearch``, and ``python -m hpsearch``. It handles Ctrl-C before the slow imports."""
+"""``hpsearch``, and ``python -m hpsearch``. It handles SIGINT and SIGTERM before the slow imports."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def main() -> None:
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
-    from hpsearch.search.cli import main as run
     from hpsearch.search.process import exit_on_signals, pop_exit_file, prepare_exit
 
     exit_on_signals()
+    from hpsearch.search.cli import main as run
+
     exit_file = pop_exit_file(os.environ)
     try:
         if is_handled:
