@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
@@ -68,6 +68,15 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
     finally:
         done.set()
         thread.join()
+        if not stopped.is_set():
+            with suppress(StorageError):  # the delivery of the records reports it
+                _restart_all(home)
+
+
+def _restart_all(home: Path) -> None:
+    """Restart dead services and wait until they answer: after the search, its records are sent to MLflow."""
+    if "dead" in {service.state for service in stack.read_status(home)}:
+        stack.up(home, dashboard=DASHBOARD_COMMAND)
 
 
 _POLL_SECONDS = 0.5
