@@ -51,7 +51,7 @@ def test_the_model_settings_are_a_copy():
         ({"lr": "0.1"}, "lr must be a number, not '0.1'"),
         ({"lr": None}, "lr must be a number, not None"),
         ({"lr": True}, "lr must be a number, not True"),
-        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"batch_size": 0}, r"batch_size must be in \[1, 2147483647\], not 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer, not 2.5"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
         ({"accumulate": 2}, "unknown training setting 'accumulate'; it is now 'gradient_accumulation_steps'"),
