@@ -72,7 +72,7 @@ def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
 
     arena.work(2, meanwhile=meanwhile)
     assert phase == "back"
-    assert arena.run("sync", arena.name).endswith("no unsent records are left\n")
+    assert "no unsent records are left\n" in arena.run("sync", arena.name)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
     assert [t.outcomes for t in trials] == [["complete"]] * 6, "no trial felt it"
     assert_tracked(server.uri, arena.name, trials, models=range(6))
