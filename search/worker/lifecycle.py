@@ -65,7 +65,8 @@ def run_worker(
         StorageError: a service is unavailable.
     """
     context = WorkerContext(name, options, stop)
-    if is_own_process:
+    # With several ranks, a signal may mean that another rank has died, and such an attempt is not without cost.
+    if is_own_process and options.world_size == 1:
         leave = partial(context.registration.record_exit, _EXIT_REASONS[EXIT_DRAINED])
         context.startup = Startup(context.is_stopping, leave)
     code = EXIT_UNAVAILABLE
