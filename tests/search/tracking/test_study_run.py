@@ -58,11 +58,11 @@ def test_a_process_that_loses_the_lock_creates_no_second_run(
     assert study.attrs[RUN_ID] is None
 
 
-def test_the_result_of_a_study_has_a_course_a_description_and_a_view(tracked: Tracked, tracking: Tracking) -> None:
-    parent = open_parent_run(tracked.stored, tracking)
+def test_the_result_of_a_study_has_a_course_a_description_and_a_view(own_tracked: Tracked, tracking: Tracking) -> None:
+    parent = open_parent_run(own_tracked.stored, tracking)
     for _ in range(2):  # another process may close the study too
-        close_study(tracked.stored, summarise(tracked.stored), tracking)
-    values = [trial.value for trial in tracked.stored.trials() if trial.value is not None]
+        close_study(own_tracked.stored, summarise(own_tracked.stored), tracking)
+    values = [trial.value for trial in own_tracked.stored.trials() if trial.value is not None]
     course = tracking.client.get_metric_history(parent, "search_best_val_accuracy")
     best = [max(values[: count + 1]) for count in range(len(values))]
     assert [(point.step, point.value) for point in course] == list(enumerate(best, 1))
@@ -74,6 +74,6 @@ def test_the_result_of_a_study_has_a_course_a_description_and_a_view(tracked: Tr
     shown = tracking.client.search_runs(
         [tracking.experiment_id], view["searchFilter"], order_by=[f"{view['orderByKey']} DESC"]
     )
-    assert {run.info.run_id for run in shown} == {tracked.run_of(t.number) for t in tracked.stored.trials()}
+    assert {run.info.run_id for run in shown} == {own_tracked.run_of(t.number) for t in own_tracked.stored.trials()}
     assert view["orderByKey"] == "metrics.`best_val_accuracy`"
     assert not view["orderByAsc"]
