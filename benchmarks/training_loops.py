@@ -27,7 +27,7 @@ from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
 
 ROWS, BATCH, EPOCHS = 8_000, 64, 1000
-ROUNDS = {"mlp": 41, "cnn": 15}
+ROUNDS = {"mlp": 41, "cnn": 15, "transformer": 7}
 FASTER = [{"precision": "bf16"}, {"compile": True}, {"precision": "bf16", "compile": True}]  # on a GPU
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -35,24 +35,40 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 class Synthetic(Objective):
     """Images [n, 1, 8, 8] of noise around ten means."""
 
-    def __init__(self, net):
-        self.net = net
+    def __init__(self, net, rows=ROWS):
+        self.net, self.rows = net, rows
 
     def suggest(self, trial):
         return TrainConfig()
 
     def data(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        y = torch.arange(ROWS * 10 // 6 + 2) % 10
+        y = torch.arange(self.rows * 10 // 6 + 2) % 10
         means = torch.randn(10, 1, 8, 8, generator=generator)
         return Splits.make(means[y] + torch.randn(len(y), 1, 8, 8, generator=generator), y, seed=seed)
 
     def model(self, config, train):
-        net = build_mlp(1, 64, 0.0) if self.net == "mlp" else build_cnn(2, 16, 0.1)
-        return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
+        return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), NETS[self.net]())
 
     def metrics(self, train):
         return super().metrics(train) if importlib.util.find_spec("torchmetrics") else Accuracy()
+
+
+class Transformer(nn.Module):
+    """A transformer encoder over the 64 pixels of an image as a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(1, 256)
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embedding(x.flatten(1)[..., None])).mean(1))
+
+
+NETS = {"mlp": lambda: build_mlp(1, 64, 0.0), "cnn": lambda: build_cnn(2, 16, 0.1), "transformer": Transformer}
 
 
 class Accuracy:
@@ -91,8 +107,7 @@ def bare(net, device, settings):
     objective = Synthetic(net)
     train = objective.data(0).train.to(device)
     model = objective.model(TrainConfig(), train).to(device)
-    if settings.get("compile"):
-        model.compile()
+    call = torch.compile(model) if settings.get("compile") else model
     optimizer, cosine = _recipe(model)
     bf16 = settings.get("precision") == "bf16"
 
@@ -103,7 +118,7 @@ def bare(net, device, settings):
             x, y = train.x[rows], train.y[rows]
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device, torch.bfloat16, enabled=bf16):
-                output = model(x)
+                output = call(x)
             loss = functional.cross_entropy(output.float(), y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,7 +224,7 @@ def main():
     """Measure every pair on every available device."""
     torch.set_num_threads(1)
     for device in DEVICES:
-        for net in ROUNDS:
+        for net in ROUNDS if device == "cuda" else ("mlp", "cnn"):
             ratio(net, bare, device)
         for other in (tutorial, tutorial_fused, tutorial_with_transform, tutorial_of_arrays):
             ratio("mlp", other, device)

@@ -183,7 +183,7 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
     """
     both = [model] if eval_model is model else [model, eval_model]
     for module in both:
-        module.compile()
+        _compile_in_place(module)
     reason = None
     try:
         try_step()
@@ -195,6 +195,17 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
         for module in both:
             module._compiled_call_impl = None
     return reason
+
+
+def _compile_in_place(module: nn.Module) -> None:
+    """Compile calls of a module, as `nn.Module.compile` does, which compiles no class of torch itself, such as
+    `nn.Sequential`: the compiler skips frames of torch unless another frame calls them.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call)  # type: ignore[assignment]
 
 
 def get_peak_memory(device: torch.device) -> int | None:

@@ -53,7 +53,7 @@ def started(objective, config, *, epochs=3, seed=0):
     return run
 
 
-TIMED = ("epoch_seconds", "samples_per_second")
+TIMED = ("epoch_seconds", "samples_per_second", "peak_memory_bytes")
 
 
 def exact(history):

@@ -101,22 +101,6 @@ class Experts(nn.Module):
         return outputs
 
 
-class Compiled(Sides):
-    """Its model has a `forward` of its own: torch compiles no `nn.Sequential` in place."""
-
-    def model(self, config, train):
-        return Layers()
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x)))
-
-
 class Loaded(Sides):
     """Samples from a DataLoader."""
 
@@ -172,28 +156,28 @@ def count_divided_graphs():
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     calls, divide = [], DDPOptimizer.compile_fn
-    compile_module = nn.Module.compile
-    nn.Module.compile = lambda self: compile_module(self, backend="eager")
+    compile_call = torch.compile
+    torch.compile = lambda call: compile_call(call, backend="eager")
     DDPOptimizer.compile_fn = lambda *arguments: calls.append(1) or divide(*arguments)
     try:
-        result = Trainer(Compiled(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit()
+        result = Trainer(Sides(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit()
     finally:
-        nn.Module.compile, DDPOptimizer.compile_fn = compile_module, divide
+        torch.compile, DDPOptimizer.compile_fn = compile_call, divide
     return len(calls), result.resume_note
 
 
 def fail_to_compile(ranks):
     """Return the reason why no rank compiles if one rank cannot."""
-    compile_module = nn.Module.compile
+    compile_call = torch.compile
 
     def fail(*_):
         raise KeyError("no compiler")
 
-    nn.Module.compile = lambda self: compile_module(self, backend=fail if ranks.rank else "eager")
+    torch.compile = lambda call: compile_call(call, backend=fail if ranks.rank else "eager")
     try:
-        return Trainer(Compiled(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit().resume_note
+        return Trainer(Sides(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit().resume_note
     finally:
-        nn.Module.compile = compile_module
+        torch.compile = compile_call
 
 
 def compile_all(ranks):
