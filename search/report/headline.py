@@ -171,7 +171,8 @@ def _find_next_steps(
     if flat >= max(_MIN_FLAT_TRIALS, summary.finished / 2):
         why = f"the last {flat} of {pluralize(summary.finished, 'trial')} found no better value"
     elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None and not is_decided:
-        found = f"{pluralize(summary.finished, 'trial')} are few for {pluralize(n_parameters, 'parameter')}"
+        few = "is not enough" if summary.finished == 1 else "are few"
+        found = f"{pluralize(summary.finished, 'trial')} {few} for {pluralize(n_parameters, 'parameter')}"
         options = make_extend_options(study, summary)
         steps.append(NextStep(f"{found}, so a larger budget may help", format_command("extend", spec.name, *options)))
     return [*steps, *_confirm(study, summary, finalists, why)]

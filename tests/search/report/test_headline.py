@@ -93,6 +93,8 @@ def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
     few = search(storage, "few", [trial(0.5), trial(0.6)])
     assert headline(few).next_steps[0].finding == "2 trials are few for 1 parameter, so a larger budget may help"
     assert headline(few).next_steps[0].command == format_command("extend", "few", "--trials", "+2")
+    one = search(storage, "one", [trial(0.5)])
+    assert headline(one).next_steps[0].finding.startswith("1 trial is not enough for 1 parameter, so")
     flat = search(storage, "flat", [trial(0.9), *(trial(0.5) for _ in range(24))])
     [step] = headline(flat).next_steps
     assert step.finding.startswith("the last 24 of 25 trials found no better value; retrain")
