@@ -14,7 +14,6 @@ from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.console import format_command, format_number, pluralize
 from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value
@@ -175,10 +174,10 @@ def _find_next_steps(
         found = f"{pluralize(summary.finished, 'trial')} {few} for {pluralize(n_parameters, 'parameter')}"
         options = make_extend_options(study, summary)
         steps.append(NextStep(f"{found}, so a larger budget may help", format_command("extend", spec.name, *options)))
-    return [*steps, *_confirm(study, summary, finalists, why)]
+    return [*steps, *_suggest_confirmation(study, summary, finalists, why)]
 
 
-def _confirm(study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str) -> list[NextStep]:
+def _suggest_confirmation(study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str) -> list[NextStep]:
     """Return the step that confirms the winner: finalists (with the reason), then the test set, then the promotion."""
     name = study.spec.name
     if finalists is None or finalists.pending:
