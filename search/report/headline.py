@@ -177,7 +177,9 @@ def _find_next_steps(
     return [*steps, *_suggest_confirmation(study, summary, finalists, why)]
 
 
-def _suggest_confirmation(study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str) -> list[NextStep]:
+def _suggest_confirmation(
+    study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str
+) -> list[NextStep]:
     """Return the step that confirms the winner: finalists (with the reason), then the test set, then the promotion."""
     name = study.spec.name
     if finalists is None or finalists.pending:
