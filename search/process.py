@@ -276,7 +276,7 @@ def _end_process(code: int) -> None:
         child.kill()
     with contextlib.suppress(Exception):
         if left:
-            print(f"hpsearch: ended, with code of the objective: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output
+            print(f"hpsearch: ended while code of the objective was running: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

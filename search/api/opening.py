@@ -135,13 +135,11 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
     """Return the services at the given addresses, and the storage of the studies.
 
     Raises:
+        SearchError: there is a tracking URI without a database URL.
         StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = resolve_addresses(where)
-    if not where.get("storage_url"):
-        where = {**where, "tracking_uri": None}
-    services = find_services(where, progress=progress or (lambda _: None))
+    services = find_services(resolve_addresses(where), progress=progress or (lambda _: None))
     return services, open_storage(services.storage_url, application_name="hpsearch read")
 
 

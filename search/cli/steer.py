@@ -162,7 +162,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
     named = " and ".join([str(code.file), *study.external_settings])
-    if not yes and not confirm(f"may hpsearch use {escape_line(named)} as you?"):
+    if not yes and not confirm(f"may hpsearch use {escape_line(named)} with your rights?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
     study.trust_code(code)

@@ -111,10 +111,14 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
 FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias
 
 
-def check_count(flag: str, value: object) -> None:
-    """Reject a given number that is not a whole number from 1; None is accepted."""
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise SearchError(f"{flag} must be an integer of at least 1, not {value!r}")
+MAX_SEEDS = 1_000  # per finalist or refit; each seed is a training
+
+
+def check_count(flag: str, value: object, *, maximum: int | None = None) -> None:
+    """Reject a given number that is not an integer from 1 to `maximum`; None is accepted."""
+    if value is not None and (not isinstance(value, int) or value < 1 or (maximum is not None and value > maximum)):
+        valid = "an integer of at least 1" if maximum is None else f"an integer in [1, {maximum}]"
+        raise SearchError(f"{flag} must be {valid}, not {value!r}")
 
 
 def create_or_join(
@@ -138,7 +142,7 @@ def create_or_join(
         SearchError: the search has not ended, it has no COMPLETE trial, or the set has another `top` or `seeds`.
     """
     check_count("--top", top)
-    check_count("--seeds", seeds)
+    check_count("--seeds", seeds, maximum=MAX_SEEDS)
     with name_lock(study.engine, study.spec.name):
         chosen = None if new_set else find_newest_set(study)
         if chosen is not None:

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import check_count, create_finalist_study, derive_new_seeds
+from hpsearch.search.finalists.choose import MAX_SEEDS, check_count, create_finalist_study, derive_new_seeds
 from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.control import find_trial
@@ -66,7 +66,7 @@ def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | No
         SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
             trial won.
     """
-    check_count("--refit-seeds", seeds)
+    check_count("--refit-seeds", seeds, maximum=MAX_SEEDS)
     if seeds is not None and seeds % 2 == 0:
         raise SearchError(f"--refit-seeds {seeds} is even; give an odd number, so that one run has the median loss")
     with name_lock(study.engine, study.spec.name):

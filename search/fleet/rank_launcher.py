@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from hpsearch.search.process import (
 )
 from hpsearch.search.worker.identity import get_default_device
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.display import escape_line
 
 _LAST_PORT = 65_535
 _FIRST_PORT, _PORTS = 20_000, 10_000  # the port of a Slurm job depends on its number, so that jobs seldom share one
@@ -257,6 +259,19 @@ def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folde
 def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
     """Run one rank and return its exit code. The exit code of rank 0 is that of the worker."""
     bind()
+    from hpsearch.objectives.training.ranks import RankLostError
+
+    try:
+        return _join_as_rank(name, options, place)
+    except Exception as error:  # torch's launcher prints no errors of ranks
+        if not isinstance(error, RankLostError):
+            traceback.print_exc()
+        line = escape_line(f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"hpsearch: rank {os.environ['RANK']} failed: {line}\n")
+        sys.exit(EXIT_UNAVAILABLE)
+
+
+def _join_as_rank(name: str, options: WorkerOptions, place: Path | None) -> int:
     import torch
 
     from hpsearch.objectives.training.ranks import RankLostError, init_process_group

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.console import format_command, format_number, pluralize
 from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value
@@ -84,6 +84,10 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
     return Headline(results, gain, _format_cost(study, summary), next_steps)
 
 
+def _is_same(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=_SAME)
+
+
 def format_difference(difference: float) -> str:
     """Return a difference of two values as text: four decimals, or two significant digits if it is small."""
     return f"{difference:.4f}" if abs(difference) >= 5e-4 else format_number(difference, 2)
@@ -95,7 +99,7 @@ def _format_lead(study: StoredStudy) -> tuple[str, bool]:
     if len(ranked) < 2 or not math.isfinite(ranked[0][1]):
         return "", False
     (_, best), (second, value) = ranked[:2]
-    tied = [str(number) for number, other in ranked[1:] if math.isclose(other, best, rel_tol=_SAME)]
+    tied = [str(number) for number, other in ranked[1:] if _is_same(other, best)]
     if tied:
         more = f" and {len(tied) - 5} more" if len(tied) > 5 else ""
         return f"tied with trial{'s' if len(tied) > 1 else ''} {', '.join(tied[:5])}{more}: the same value", True
@@ -110,9 +114,11 @@ def _format_lead(study: StoredStudy) -> tuple[str, bool]:
         return lead, False
     # Independent errors, so that the standard error is an upper bound: both trials classify the same samples.
     error = math.sqrt(sum(each * (1 - each) / samples for each in (best, value)))
+    correct = f"{pluralize(round(abs(counts[0] - counts[1])), 'sample')} of {samples}"
+    if error == 0:  # one trial classifies all samples correctly, the other none
+        return f"{lead} ({correct})", False
     errors = abs(best - value) / error
-    correct = f"{pluralize(round(abs(counts[0] - counts[1])), 'sample')} of {samples}, {errors:.1f} standard errors"
-    return f"{lead} ({correct})", errors < _NOISE_ERRORS
+    return f"{lead} ({correct}, {errors:.1f} standard errors)", errors < _NOISE_ERRORS
 
 
 def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, float | None]:
@@ -127,7 +133,7 @@ def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, f
         state = {TrialState.PRUNED: "was pruned", TrialState.FAIL: "failed"}.get(default.state, "has not finished")
         return f"the default configuration, trial {default.number}, {state}", None
     gain = top - value if study.spec.maximize else value - top
-    if math.isclose(top, value, rel_tol=_SAME):
+    if _is_same(top, value):
         return f"no better than the default configuration, trial {default.number}", 0.0
     return f"better than the default configuration, trial {default.number}, by {format_difference(gain)}", gain
 
@@ -154,22 +160,26 @@ def _find_next_steps(
     if spec.finalists_of is not None or not summary.front:
         return steps
     single = None if spec.is_multi_objective else summary.best
-    steps += _find_edges(spec, single) if single is not None else []
+    steps += _find_edges(study, single) if single is not None else []
     if not study.is_spent(summary.finished):
         return steps
     flat = count_flat_trials(study, summary) if single is not None else 0
+    is_decided = finalists is not None and finalists.winner is not None
     n_parameters = max(len(trial.params) for trial in study.trials())
     why = "the best trials may differ by chance only" if is_tie else "the best of many trials is too optimistic"
     if flat >= max(_MIN_FLAT_TRIALS, summary.finished / 2):
         why = f"the last {flat} of {pluralize(summary.finished, 'trial')} found no better value"
-    elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None:
-        found = f"{pluralize(summary.finished, 'trial')} are few for {pluralize(n_parameters, 'parameter')}"
+    elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None and not is_decided:
+        few = "is not enough" if summary.finished == 1 else "are few"
+        found = f"{pluralize(summary.finished, 'trial')} {few} for {pluralize(n_parameters, 'parameter')}"
         options = make_extend_options(study, summary)
         steps.append(NextStep(f"{found}, so a larger budget may help", format_command("extend", spec.name, *options)))
-    return [*steps, *_confirm(study, summary, finalists, why)]
+    return [*steps, *_suggest_confirmation(study, summary, finalists, why)]
 
 
-def _confirm(study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str) -> list[NextStep]:
+def _suggest_confirmation(
+    study: StoredStudy, summary: Summary, finalists: Finalists | None, why: str
+) -> list[NextStep]:
     """Return the step that confirms the winner: finalists (with the reason), then the test set, then the promotion."""
     name = study.spec.name
     if finalists is None or finalists.pending:
@@ -204,14 +214,25 @@ def count_flat_trials(study: StoredStudy, summary: Summary) -> int:
     return sum(trial.datetime_complete is not None and trial.datetime_complete > ended for trial in finished)
 
 
-def _find_edges(spec: StudySpec, best: FrozenTrial) -> list[NextStep]:
-    """Return a step for the parameters of the best trial at an edge of their ranges."""
+def _find_edges(study: StoredStudy, best: FrozenTrial) -> list[NextStep]:
+    """Return a step for the parameters of the best trial at an edge of their ranges.
+
+    An edge does not count if a trial with the same value is not at this edge. The range of a built-in objective cannot
+    be widened.
+    """
+    spec = study.spec
+    if spec.objective in BUILTIN:
+        return []
+    top = get_first_value(best)
+    equal = [each for each in study.best_trials() if top is not None and _is_same(get_first_value(each) or 0.0, top)]
     found = []
     for name, value in best.params.items():
-        if (side := find_edge(best.distributions[name], value)) is not None:
-            distribution = best.distributions[name]
-            low, high = (format_value(getattr(distribution, end)) for end in ("low", "high"))
-            found.append(f"{name} {format_value(value)} ({side} edge of {low} to {high})")
+        side = find_edge(best.distributions[name], value)
+        if side is None or any(_find_edge_of(each, name) != side for each in equal):
+            continue
+        distribution = best.distributions[name]
+        low, high = (format_value(getattr(distribution, end)) for end in ("low", "high"))
+        found.append(f"{name} {format_value(value)} ({side} edge of {low} to {high})")
     if not found:
         return []
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -219,6 +240,10 @@ def _find_edges(spec: StudySpec, best: FrozenTrial) -> list[NextStep]:
     options = ("--warm-start", spec.name) if spec.sampler.can_warm_start and not spec.constraints else ()
     command = format_command("run", spec.objective, "--name", f"{spec.name}-wider", *options)
     return [NextStep(f"{finding} again", command)]
+
+
+def _find_edge_of(trial: FrozenTrial, name: str) -> str | None:
+    return find_edge(trial.distributions[name], trial.params[name]) if name in trial.params else None
 
 
 def find_edge(distribution: object, value: float) -> str | None:

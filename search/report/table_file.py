@@ -19,7 +19,7 @@ def format_csv(table: pd.DataFrame) -> str:
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write the table in the format of the file's suffix, with durations in seconds.
 
-    JSON is a list of objects, with null for missing values.
+    JSON is a list of objects, with null for missing values. In Parquet, a column with values of several types has text.
 
     Raises:
         SearchError: the suffix is not .csv, .json or .parquet, or the file cannot be written.
@@ -28,7 +28,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     writers: dict[str, Callable[[], Any]] = {
         ".csv": lambda: table.to_csv(path, index=False),
         ".json": lambda: table.to_json(path, orient="records", indent=1, double_precision=15),
-        ".parquet": lambda: table.to_parquet(path, index=False),
+        ".parquet": lambda: _with_one_type_per_column(table).to_parquet(path, index=False),
     }
     if path.suffix not in writers:
         raise SearchError(f"--output {path}: unknown format; use a file name that ends in .csv, .json or .parquet")
@@ -36,6 +36,13 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
         writers[path.suffix]()
     except OSError as error:
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
+
+
+def _with_one_type_per_column(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with text in columns whose values have several types, such as a choice of 1 and "auto"."""
+    objects = [name for name in table if table[name].dtype == object]
+    mixed = [name for name in objects if len({type(each) for each in table[name].dropna()}) > 1]
+    return table.assign(**{name: table[name].map(str, na_action="ignore") for name in mixed})
 
 
 def _with_seconds(table: pd.DataFrame) -> pd.DataFrame:

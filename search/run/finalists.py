@@ -74,7 +74,7 @@ def open_companion_study(
     """
     if options.checkpoint_url is not None:
         CheckpointStore(options.checkpoint_url).check()
-    search.require_search("{resume_command}")
+    search.require_search("continue with {resume_command}")
     services = resolve_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)

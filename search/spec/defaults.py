@@ -15,7 +15,7 @@ MIN_EPOCHS = 4
 SAMPLER_OF_SHORT_TRIALS, PRUNER_OF_SHORT_TRIALS = "tpe", "median"
 
 
-def _suits_asha(sampler: Any) -> bool:
+def _is_suited_to_asha(sampler: Any) -> bool:
     """Return whether the given sampler uses paused trials; True if its name is missing or unknown."""
     kind = SamplerSpec.registry.get(str(sampler.get("name"))) if isinstance(sampler, Mapping) else type(sampler)
     return kind not in {Grid, BruteForce} and bool(getattr(kind, "can_use_paused_trials", True))
@@ -23,7 +23,7 @@ def _suits_asha(sampler: Any) -> bool:
 
 # Conditions of the other defaults, for help texts.
 _SHORT = f"one metric and trials of fewer than {MIN_EPOCHS} epochs"
-_WITHOUT_ASHA = ", ".join(name for name in sorted(SamplerSpec.registry) if not _suits_asha({"name": name}))
+_WITHOUT_ASHA = ", ".join(name for name in sorted(SamplerSpec.registry) if not _is_suited_to_asha({"name": name}))
 EXCEPTIONS = {
     "sampler": f"{SAMPLER_OF_SHORT_TRIALS} for {_SHORT}",
     "pruner": f"{PRUNER_OF_SHORT_TRIALS} for {_SHORT}, and for the samplers {_WITHOUT_ASHA} (several metrics: none)",
@@ -44,6 +44,6 @@ def choose_default_names(given: Mapping[str, Any]) -> dict[str, str]:
     epochs = given.get("epochs")
     if not is_multi_objective and isinstance(epochs, int) and epochs < MIN_EPOCHS:
         return {"sampler": SAMPLER_OF_SHORT_TRIALS, "pruner": PRUNER_OF_SHORT_TRIALS}
-    if _suits_asha(given.get("sampler", {})):
+    if _is_suited_to_asha(given.get("sampler", {})):
         return {"sampler": SAMPLER, "pruner": PRUNER}
     return {"sampler": SAMPLER, "pruner": "none" if is_multi_objective else PRUNER_OF_SHORT_TRIALS}

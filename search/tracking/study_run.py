@@ -220,7 +220,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
     Repeated calls, also from several processes, have the same effect as one call.
     """
     tags = {
-        tag_names.TRIALS: f"{summary.finished} of {study.budget}",
+        tag_names.TRIALS: study.format_progress(summary.finished).removesuffix(" trials"),
         tag_names.COMPLETE: str(summary.complete),
         tag_names.PRUNED: str(summary.pruned),
         tag_names.INFEASIBLE: str(summary.infeasible),

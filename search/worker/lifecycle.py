@@ -41,8 +41,8 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
     Args:
         name: name of the study.
         options: options of the worker.
-        stop: event that stops the worker. If None, SIGTERM and SIGINT stop the worker, and end this process at once
-            while a trial starts.
+        stop: event that stops the worker. If None, SIGTERM and SIGINT stop the worker. With one device, they end this
+            process at once while a trial starts.
     """
     _log_to_stderr()
     return run_worker(name, options, stop, is_own_process=stop is None)

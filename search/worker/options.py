@@ -13,6 +13,7 @@ from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
 MAX_DEVICES = 1024
+MAX_TIMEOUT_SECONDS = 365 * 86_400  # much longer timeouts overflow in torch
 DEFAULT_GRACE_SECONDS = 30.0  # the default of Kubernetes, and of Slurm after a time limit
 
 # Options of single workers, which a fleet does not pass on in the environment.
@@ -58,11 +59,13 @@ class WorkerOptions(Options):
     collective_timeout: Number | None = Field(
         default=None,
         gt=0,
+        le=MAX_TIMEOUT_SECONDS,
         description="Timeout in seconds of collective operations of a trial's devices  [default: half of --lease]",
     )
     barrier_timeout: Number = Field(
         default=1800.0,
         gt=0,
+        le=MAX_TIMEOUT_SECONDS,
         description="Seconds that a trial's devices wait for one that loads data, evaluates, reports or saves",
     )
     grace: Number = Field(

@@ -18,6 +18,10 @@ NEXT_NUMBER = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id =
 # single statement would not.
 LOCK_STUDY = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
 
+# The start time of a trial `t`, which has none while it waits after a release: the start of its first attempt.
+FIRST_START = """coalesce(t.datetime_start, timezone('utc',
+                   (SELECT min(started_at) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)))"""
+
 CLIENT_TIMEOUT = format_timeouts(idle=30)  # a frozen client must not lock the study forever
 
 

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from hpsearch.storage.attributes import EARLY_TERMINATION, LAST_PROGRESS, SPEC, STOPPED
 from hpsearch.storage.database.fencing import FENCING
 from hpsearch.storage.database.locks import IDLE_TIMEOUT
-from hpsearch.storage.database.trial_rows import NEXT_NUMBER
+from hpsearch.storage.database.trial_rows import FIRST_START, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import EXCEPT_PAUSED
 
 # Locks the study's row, as Optuna does to number a trial, and the spec's row, so that a claim that waited for a change
@@ -89,14 +89,11 @@ _INSERT_LEASE = """
     )
 """
 
-# The start time of a released trial becomes the start of its first attempt again.
 CLAIM_WAITING_TRIAL = sa.text(f"""
     WITH mine AS (
         UPDATE trials t
            SET state = 'RUNNING',
-               datetime_start = coalesce(datetime_start, timezone('utc', coalesce(
-                   (SELECT min(started_at) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id),
-                   clock_timestamp())))
+               datetime_start = coalesce({FIRST_START}, timezone('utc', clock_timestamp()))
          WHERE trial_id = :trial AND state = 'WAITING'
         RETURNING trial_id, number,
                   (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)

@@ -11,7 +11,13 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from hpsearch.storage.database.fencing import FENCING
-from hpsearch.storage.database.trial_rows import SET_ATTRS, SET_VALUES, make_attr_parameters, make_value_parameters
+from hpsearch.storage.database.trial_rows import (
+    FIRST_START,
+    SET_ATTRS,
+    SET_VALUES,
+    make_attr_parameters,
+    make_value_parameters,
+)
 
 
 class Outcome(Enum):
@@ -140,7 +146,8 @@ _FINISH_ATTEMPT = sa.text(f"""
 
 _PRUNE_WAITING = sa.text(f"""
     WITH mine AS (
-        UPDATE trials SET state = 'PRUNED', datetime_complete = timezone('utc', clock_timestamp())
+        UPDATE trials t SET state = 'PRUNED', datetime_start = {FIRST_START},
+               datetime_complete = timezone('utc', clock_timestamp())
          WHERE trial_id = :trial_id AND state = 'WAITING'
         RETURNING trial_id
     ), retired AS (

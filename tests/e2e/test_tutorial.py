@@ -74,6 +74,13 @@ def test_each_command_of_the_readme_is_tested() -> None:
     assert sorted({shlex.join(words) for words in commands(README)} - run) == []
 
 
+def test_the_commands_of_the_readme_are_in_the_order_of_the_tutorial() -> None:
+    """In another order, such as a larger budget without a worker that spends it, a later command fails."""
+    order = [shlex.join(words) for words in commands(TUTORIAL)]
+    places = [order.index(line) for words in commands(README) if (line := shlex.join(words)) in order]
+    assert places == sorted(places)
+
+
 def test_commands_that_other_tests_run_are_still_in_the_pages() -> None:
     written = {shlex.join(words) for page in (TUTORIAL, README) for words in commands(page)}
     assert sorted(set(ELSEWHERE) - written) == []

@@ -37,7 +37,7 @@ class HalvesEvaluator(Protocol):
         """Add the result for the samples at `rows`; the range is empty if they belong to another rank."""
 
     def mark_undefined(self, reason: str) -> None:
-        """Note why the halves have no value of `metric`."""
+        """Record the reason for which the halves have no value of `metric`."""
 
     def add_values(self, values: Sequence[float]) -> None:
         """Add the value of `metric` for each half, if `Objective.evaluate` returns this metric."""

@@ -97,7 +97,7 @@ class CrossFit:
             half.metrics.update(step.outputs, step.targets)
 
     def mark_undefined(self, reason: str) -> None:
-        """Note why the halves have no value; the optimism is unknown then."""
+        """Record the reason for which the halves have no value; the optimism is unknown then."""
         self.undefined_reason = reason.partition("\n")[0]
 
     def add_values(self, values: Sequence[float]) -> None:
@@ -130,7 +130,7 @@ class CrossFit:
 
     @property
     def optimism(self) -> float | None:
-        """By how much the best epoch's value is too high, or too low if lower is better; None if unknown."""
+        """The amount by which the best epoch's value is too high (too low if lower is better); None if unknown."""
         choices = [choice for choice in self.choices if choice is not None]
         if self.undefined_reason is not None or len(choices) < 2:
             return None

@@ -83,6 +83,7 @@ BAD = [
     (["run", "digits", "--storage-url", "sqlite:///x.db", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
     (["run", "digits", "--storage-url", "postgresql://u@127.0.0.1:1/x"], ["--tracking-uri"]),
     (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
+    (["sync", "s", "--tracking-uri", "http://127.0.0.1:1"], ["--tracking-uri needs --storage-url"]),
     (["run", "digits", "--checkpoint-url", "foo://bucket"], ["--checkpoint-url", "'foo://bucket'", "s3"]),
     (["run", "digits", "--checkpoint-url", "file://relative"], ["--checkpoint-url", "file:///FOLDER"]),
     (["run", "digits", "--checkpoint-url", "/dev/null/x"], ["--checkpoint-url", "cannot be written"]),

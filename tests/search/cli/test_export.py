@@ -10,6 +10,7 @@ import pytest
 
 from hpsearch import Study
 from hpsearch.search.cli import run_command
+from hpsearch.search.report.table_file import write_table
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of
 
@@ -38,6 +39,12 @@ def test_each_format_has_the_values_of_the_dataframe(
     }
     for table in read.values():
         pd.testing.assert_frame_equal(table, expected, check_dtype=False, rtol=0, atol=0)
+
+
+def test_choices_of_several_types_are_text_in_parquet(tmp_path: Path) -> None:
+    choices = [1, "auto", None, True]
+    write_table(pd.DataFrame({"params_a": pd.Series(choices, dtype=object)}), tmp_path / "a.parquet")
+    assert pd.read_parquet(tmp_path / "a.parquet")["params_a"].fillna("").tolist() == ["1", "auto", "", "True"]
 
 
 def test_epochs_are_numbered_from_one(study: Study, capsys: pytest.CaptureFixture[str]) -> None:

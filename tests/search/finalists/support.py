@@ -30,10 +30,12 @@ def finished(number: int, value: float, **changes: object) -> FrozenTrial:
     return create_trial(value=value, params={**params(number), **changes}, distributions=SPACE)
 
 
-def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None) -> StoredStudy:
+def search(
+    storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None, **settings: object
+) -> StoredStudy:
     study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
     spec = spec_of(name="median").model_dump()
-    spec |= {"name": name, "n_trials": len(trials) if budget is None else budget}
+    spec |= {"name": name, "n_trials": len(trials) if budget is None else budget, **settings}
     storage.set_study_user_attr(study._study_id, SPEC, spec)
     storage.import_trials(study._study_id, trials)
     return load_study(storage, name)

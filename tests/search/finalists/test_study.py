@@ -33,6 +33,12 @@ def test_the_best_trials_are_selected_once_and_ties_by_number(storage: PostgresS
     assert [t.number for t in select_finalists(study, 99)] == [5, 3, 4, 2, 0]
 
 
+@pytest.mark.parametrize("seeds", [0, 1_001, 10**9])
+def test_an_impossible_number_of_seeds_is_rejected(study: StoredStudy, seeds: int) -> None:
+    with pytest.raises(SearchError, match=rf"--seeds must be an integer in \[1, 1000\], not {seeds}"):
+        create_or_join(study, top=1, seeds=seeds)
+
+
 def test_finalist_trials_are_enqueued_in_turns_with_common_new_seeds(study: StoredStudy) -> None:
     chosen, created = create_or_join(study, top=3, seeds=2)
     assert created

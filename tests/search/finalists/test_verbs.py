@@ -18,6 +18,8 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     chosen, _ = create_or_join(study, top=2, seeds=2)
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
+    unreachable = ("--tracking-uri", "http://127.0.0.1:1")
+    assert "continue with hpsearch finalists s" in say("finalists", "s.finalists", *unreachable, code=2)
     assert "see the report of 's'" in say("report", "s.finalists", code=2)
     assert "evaluate the test set of 's'" in say("evaluate-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,24 @@ def test_more_devices_than_available_are_rejected(monkeypatch: pytest.MonkeyPatc
         count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)
     with pytest.raises(SearchError, match="--nodes must be at least 1, not 0"):
         WorkerOptions(nodes=0)
+
+
+@pytest.mark.parametrize("option", ["collective_timeout", "barrier_timeout"])
+def test_a_timeout_that_overflows_in_torch_is_rejected(option: str) -> None:
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(SearchError, match=f"{flag} must be at most 31536000, not 1e\\+300"):
+        WorkerOptions.model_validate({option: 1e300})
+
+
+def test_the_cause_of_an_error_before_the_training_is_printed(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "hpsearch", "worker", "--study", "s", "--devices", "2"]
+    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "missing0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert re.search(
+        r"^hpsearch: rank \d failed: RankLostError: the ranks did not connect: .*missing0", ended.stderr, re.M
+    )
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_fleet_passes_devices_to_its_workers() -> None:

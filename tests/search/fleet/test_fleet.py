@@ -147,7 +147,7 @@ def test_threads_of_user_code_do_not_prevent_the_exit_of_a_worker(tmp_path: Path
     start_fork_server(MANY)
     environment = {**os.environ, process.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
     assert ended(ForkedProcess(_leave_a_thread, [], environment, tmp_path / "log")) == 3
-    assert (tmp_path / "log").read_text() == "hpsearch: ended, with code of the objective: thread left\n"
+    assert (tmp_path / "log").read_text() == "hpsearch: ended while code of the objective was running: thread left\n"
     assert (tmp_path / "exit").read_text() == "3"
 
 

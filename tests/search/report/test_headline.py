@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.console import format_command
 from hpsearch.search.finalists import read_finalists
+from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.report import write_report
 from hpsearch.search.report.headline import Headline, find_edge, make_headline
 from hpsearch.search.report.show import format_summary
@@ -18,7 +19,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import ORIGIN, REASON, VAL_SAMPLES
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from tests.search.finalists.support import search
+from tests.search.finalists.support import search, train
 
 LR = FloatDistribution(1e-5, 1e-1, log=True)
 DEFAULT = {ORIGIN: "default"}
@@ -73,7 +74,7 @@ def test_a_tie_and_a_winning_default_are_stated(storage: PostgresStorage, tmp_pa
 
 def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
     lost = [trial(None, reason=f"attempt {n} lost its worker") for n in range(4)]
-    study = search(storage, "s", [trial(0.5), trial(0.9, 1e-1), *lost])
+    study = search(storage, "s", [trial(0.5), trial(0.9, 1e-1), *lost], objective="wine.py:Wine")
     assert [(step.finding, step.command) for step in headline(study).next_steps] == [
         (
             "4 of 6 trials failed or diverged for the same reason, such as trial 5: attempt 3 lost its worker",
@@ -82,7 +83,7 @@ def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
         (
             "the best trial is at the edge of a range: lr 0.1 (upper edge of 1e-05 to 0.1); widen it in suggest, and "
             "search again",
-            format_command("run", "digits", "--name", "s-wider", "--warm-start", "s"),
+            format_command("run", "wine.py:Wine", "--name", "s-wider", "--warm-start", "s"),
         ),
         (
             "the best of many trials is too optimistic; retrain the best ones on new seeds",
@@ -92,11 +93,37 @@ def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
     few = search(storage, "few", [trial(0.5), trial(0.6)])
     assert headline(few).next_steps[0].finding == "2 trials are few for 1 parameter, so a larger budget may help"
     assert headline(few).next_steps[0].command == format_command("extend", "few", "--trials", "+2")
+    one = search(storage, "one", [trial(0.5)])
+    assert headline(one).next_steps[0].finding.startswith("1 trial is not enough for 1 parameter, so")
     flat = search(storage, "flat", [trial(0.9), *(trial(0.5) for _ in range(24))])
     [step] = headline(flat).next_steps
     assert step.finding.startswith("the last 24 of 25 trials found no better value; retrain")
     running = search(storage, "running", [trial(0.5), trial(0.6)], budget=9)
     assert headline(running).next_steps == []
+
+
+def test_a_lead_of_all_samples_has_no_standard_error(storage: PostgresStorage) -> None:
+    study = search(storage, "s", [trial(1.0), trial(0.0)])
+    study.set_attr(VAL_SAMPLES, 4)
+    assert headline(study).results == ["ahead of trial 1 by 1.0000 (4 samples of 4)"]
+
+
+def test_an_edge_does_not_count_if_an_equal_trial_is_not_at_it(storage: PostgresStorage) -> None:
+    def findings(*trials: FrozenTrial, objective: str = "wine.py:Wine") -> str:
+        study = search(storage, f"s{len(storage.get_all_studies())}", list(trials), objective=objective)
+        return " ".join(step.finding for step in headline(study).next_steps)
+
+    both = trial(0.9, 1e-1), trial(0.9, 9.99e-2), trial(0.5)
+    assert "edge of a range" in findings(*both)
+    assert "edge of a range" not in findings(*both, objective="digits"), "its range cannot be widened"
+    assert "edge of a range" not in findings(*both, trial(0.9, 1e-3))
+
+
+def test_no_larger_budget_is_suggested_after_the_finalists_have_decided(storage: PostgresStorage) -> None:
+    study = search(storage, "s", [trial(0.5), trial(0.9)])
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    train(chosen, lambda parent, seed: 0.5 + parent / 10)
+    assert headline(study).next_steps[0].finding == "evaluate the winner on the test set, once"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def test_the_result_of_a_study_has_a_course_a_description_and_a_view(own_tracked
     run = tracking.client.get_run(parent)
     assert not [name for name in run.data.metrics if name.startswith("best_")], "it would be sorted among the trials"
     assert "Best: trial" in run.data.tags["mlflow.note.content"]
+    finished = summarise(own_tracked.stored).finished
+    assert run.data.tags["hpsearch.trials"] == own_tracked.stored.format_progress(finished).removesuffix(" trials")
     tags = tracking.client.get_experiment(tracking.experiment_id).tags
     view = json.loads(tags[f"mlflow.sharedViewState.{parent}"])
     shown = tracking.client.search_runs(

@@ -76,6 +76,7 @@ def test_a_trial_is_pruned_when_the_budget_is_spent_with_that_reason(
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
     assert trial.user_attrs[BUDGET_CUT] is True
+    assert trial.duration is not None, "the trial waited without a start time"
     assert spent(engine, study_id) == 6
 
 
