@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.gpu_check import Machine, run_checks
+from benchmarks.gpu_check import run_checks
+from benchmarks.gpu_runs import Machine
 
 
 @pytest.mark.timeout(600)

@@ -5,6 +5,7 @@ The tests read the sources, so that imports inside functions and under TYPE_CHEC
 
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -157,3 +158,12 @@ def _required(line: str) -> str:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_commands_that_only_read_do_not_import_torch() -> None:
+    """Their imports take two seconds of CPU, in which a user waits for `hpsearch show`."""
+    modules = ["search.api.opening", "search.api.actions", "search.report", "search.report.dataframes", "search.cli"]
+    imports = ", ".join(f"hpsearch.{module}" for module in modules)
+    code = f"import sys, {imports}; print(*{{'torch', 'sklearn'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from hpsearch.search.console import PlainConsole, format_command
+from hpsearch.search.promotion.evidence_update import refresh_evidence
 from hpsearch.search.promotion.registry_watch import sync_promotions
 from hpsearch.search.report import update_report
 from hpsearch.search.services import Services, find_services, resolve_addresses
@@ -79,8 +80,6 @@ def sync_mlflow_promotions(services: Services, storage: PostgresStorage, study: 
         tracking = services.open_tracking(uri)
         sync_promotions(storage, tracking)
         if study is not None:
-            from hpsearch.search.promotion.promote import refresh_evidence
-
             refresh_evidence(study, tracking)
     except CredentialsWithheldError as error:
         print_warning(str(error))

@@ -255,7 +255,7 @@ class Study:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
         """
-        from hpsearch.search.api.actions import make_trials_dataframe
+        from hpsearch.search.report.dataframes import make_trials_dataframe
 
         return make_trials_dataframe(self._stored)
 
@@ -573,7 +573,7 @@ class Study:
             scores = study.evaluate_test()
             assert 0 <= scores["accuracy"] <= 1
         """
-        from hpsearch.search.api.actions import evaluate_test_set
+        from hpsearch.search.api.evaluation import evaluate_test_set
 
         return evaluate_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 

@@ -82,14 +82,14 @@ def evaluate_test(
     where: o.Addresses,
 ) -> None:
     """Evaluate the winner on the test set, once per study."""
-    from hpsearch.search.api import actions
+    from hpsearch.search.api import evaluation
     from hpsearch.search.api.study import Study
     from hpsearch.search.finalists.text import format_confirmation
     from hpsearch.search.promotion.promote import resolve_trial
 
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer)
-    candidate = actions.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+    candidate = evaluation.choose_test_candidate(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else " (not confirmed by finalists)"
     if not yes and not confirm(f"evaluate {candidate.summary}{mark} on the test set of {name}? Possible only once."):
         echo("cancelled: the test set was not evaluated")

@@ -170,12 +170,12 @@ def export(
 
     The table has one row per trial: number, state, value, parameters, epochs, duration in seconds, worker and reason.
     """
-    from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
+    from hpsearch.search.report.dataframes import make_epochs_dataframe, make_trials_dataframe
     from hpsearch.search.report.table_file import format_csv, write_table
 
     stored = Study.open(name, **where)._stored
-    table = actions.make_epochs_dataframe(stored) if epochs else actions.make_trials_dataframe(stored)
+    table = make_epochs_dataframe(stored) if epochs else make_trials_dataframe(stored)
     if output is None:
         echo(format_csv(table), nl=False)
     else:

@@ -14,12 +14,13 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.refit import choose_refit_epochs, find_refit, find_refit_winner
 from hpsearch.search.finalists.table import find_newest_set
 from hpsearch.search.pruners.stopping import NoPruning
 from hpsearch.search.samplers.optuna import Random
 from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
-from hpsearch.search.study.control import count_running
+from hpsearch.search.study.control import count_running, find_trial
 from hpsearch.search.study.create import get_study_directions, set_metric_names
 from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -111,6 +112,7 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
 FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias
 
 
+REFIT_SEEDS = 3
 MAX_SEEDS = 1_000  # per finalist or refit; each seed is a training
 
 
@@ -246,3 +248,43 @@ def _check_search_ended(study: StoredStudy) -> None:
             f"study {name!r} has not ended ({study.format_progress(finished)} done); wait until it ends, or stop it "
             f"with {format_command('stop', name)}"
         )
+
+
+def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | None = None) -> tuple[StoredStudy, bool]:
+    """Create the refit study of a search's winner with all its trials, or join the existing refit study.
+
+    Args:
+        study: the search.
+        seeds: odd number of runs. None uses the number of the existing refit, or `REFIT_SEEDS` for a new refit.
+        trial: number of the expected winner; None accepts any winner.
+
+    Returns:
+        The refit study, and whether this call created it.
+
+    Raises:
+        SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
+            trial won.
+    """
+    check_count("--refit-seeds", seeds, maximum=MAX_SEEDS)
+    if seeds is not None and seeds % 2 == 0:
+        raise SearchError(f"--refit-seeds {seeds} is even; give an odd number, so that one run has the median loss")
+    with name_lock(study.engine, study.spec.name):
+        chosen, winner = find_refit_winner(study, trial)
+        epochs = choose_refit_epochs(study, chosen, winner)
+        made = find_refit(study, winner, epochs)
+        if made is None:
+            of = FinalistsOf(
+                study=study.spec.name,
+                study_id=study.study_id,
+                top=1,
+                trials=[winner],
+                seeds=derive_new_seeds(study, seeds or REFIT_SEEDS, "refit"),
+                refit=epochs,
+            )
+            return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
+    of = made.finalists_of
+    if seeds not in {None, len(of.seeds)}:
+        raise SearchError(
+            f"--refit-seeds {seeds} differs from the {len(of.seeds)} of the existing refit; remove --refit-seeds"
+        )
+    return made, False

@@ -13,17 +13,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import MAX_SEEDS, check_count, create_finalist_study, derive_new_seeds
 from hpsearch.search.finalists.table import describe_missing_value, find_winner
-from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.control import find_trial
-from hpsearch.search.study.study import StoredStudy, find_study, load_study
+from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import REFIT, RESPLIT_SCORE
-from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.records.promotions import Promotion, read_promotions
 from hpsearch.storage.trials.history import read_refit_studies
-
-REFIT_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -51,47 +45,7 @@ class Refit:
     pending: int
 
 
-def make_or_join_refit(study: StoredStudy, *, seeds: int | None, trial: int | None = None) -> tuple[StoredStudy, bool]:
-    """Create the refit study of a search's winner with all its trials, or join the existing refit study.
-
-    Args:
-        study: the search.
-        seeds: odd number of runs. None uses the number of the existing refit, or `REFIT_SEEDS` for a new refit.
-        trial: number of the expected winner; None accepts any winner.
-
-    Returns:
-        The refit study, and whether this call created it.
-
-    Raises:
-        SearchError: `seeds` is even or differs from the existing refit's, the finalists have no result, or another
-            trial won.
-    """
-    check_count("--refit-seeds", seeds, maximum=MAX_SEEDS)
-    if seeds is not None and seeds % 2 == 0:
-        raise SearchError(f"--refit-seeds {seeds} is even; give an odd number, so that one run has the median loss")
-    with name_lock(study.engine, study.spec.name):
-        chosen, winner = _find_winner(study, trial)
-        epochs = choose_refit_epochs(study, chosen, winner)
-        made = _find_refit(study, winner, epochs)
-        if made is None:
-            of = FinalistsOf(
-                study=study.spec.name,
-                study_id=study.study_id,
-                top=1,
-                trials=[winner],
-                seeds=derive_new_seeds(study, seeds or REFIT_SEEDS, "refit"),
-                refit=epochs,
-            )
-            return create_finalist_study(study, of, {winner: find_trial(study, winner)}), True
-    of = made.finalists_of
-    if seeds not in {None, len(of.seeds)}:
-        raise SearchError(
-            f"--refit-seeds {seeds} differs from the {len(of.seeds)} of the existing refit; remove --refit-seeds"
-        )
-    return made, False
-
-
-def _find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
+def find_refit_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
     """Call `find_winner`; its error messages are prefixed with the name of the option."""
     try:
         return find_winner(study, trial)
@@ -125,7 +79,8 @@ def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]
 
 
-def _find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
+def find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
+    """Return the refit study of a winner with a number of epochs; None if there is none."""
     for name in reversed(read_refit_studies(study.engine, study.study_id)):
         made = load_study(study.storage, name)
         of = made.finalists_of
@@ -140,8 +95,8 @@ def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStud
     Raises:
         SearchError: there is no refit, the finalists have no result, or the winner is not `trial`.
     """
-    chosen, winner = _find_winner(study, trial)
-    made = _find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
+    chosen, winner = find_refit_winner(study, trial)
+    made = find_refit(study, winner, choose_refit_epochs(study, chosen, winner))
     if made is None:
         again = format_command("promote", study.spec.name, "--refit")
         raise SearchError(f"--refit: the winner of study {study.spec.name!r} has no refit yet; train it with {again}")
@@ -196,22 +151,3 @@ def format_refit(made: StoredStudy, found: Refit) -> list[str]:
     if not found.pending and found.selected_trial is None:
         lines.append(f"no run is complete; see the reasons with {format_command('show', made.spec.name)}")
     return lines
-
-
-def list_promotions(study: StoredStudy) -> list[Promotion]:
-    """Return the promotions of a study's trials and of its refits, oldest first."""
-    refits = [find_study(study.storage, name) for name in read_refit_studies(study.engine, study.study_id)]
-    study_ids = [study.study_id, *(each for each in refits if each is not None)]
-    found = [promotion for study_id in study_ids for promotion in read_promotions(study.engine, study_id)]
-    return sorted(found, key=lambda promotion: promotion.promoted_at)
-
-
-def list_current_promotions(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
-    """Return the promotions of a study and its refits whose alias still points to the promoted version.
-
-    Args:
-        study: the search.
-        trial: number of the trial; None selects all trials.
-    """
-    found = list_promotions(study) if trial is None else read_promotions(study.engine, study.study_id)
-    return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]

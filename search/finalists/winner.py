@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpsearch.search.freeze_thaw.observations import PROPORTION_METRICS, get_metric_bounds
+from hpsearch.search.freeze_thaw.metric_bounds import PROPORTION_METRICS, get_metric_bounds
 from hpsearch.search.study.ranking import sort_best_first
 
 

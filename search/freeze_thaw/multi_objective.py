@@ -14,12 +14,8 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
-from hpsearch.search.freeze_thaw.forecast import (
-    SUGGESTION_REASON_KEY,
-    build_score_table,
-    estimate_tail_slope,
-    score_interval_to_metric,
-)
+from hpsearch.search.freeze_thaw.forecast import build_score_table, estimate_tail_slope, score_interval_to_metric
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY
 from hpsearch.search.freeze_thaw.gaussian_process import Points, Posterior
 from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,

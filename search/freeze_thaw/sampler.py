@@ -11,7 +11,8 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, score_interval_to_metric
+from hpsearch.search.freeze_thaw.forecast import score_interval_to_metric
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY
 from hpsearch.search.freeze_thaw.gaussian_process import Points, log_expected_improvement
 from hpsearch.search.freeze_thaw.gp_dataset import (
     HYPERPARAMETERS_KEY,

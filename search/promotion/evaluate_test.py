@@ -15,10 +15,11 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.objectives.custom_loop.loop_objective import RestoredLoop
 from hpsearch.objectives.fit import restore_model
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit, tabulate_refit
+from hpsearch.search.finalists.refit import find_selected_run, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import find_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.control import find_trial, get_user_and_host
+from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.files import compute_sha256

@@ -12,20 +12,21 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
-from hpsearch.search.finalists.refit import find_selected_run, list_current_promotions, read_refit
-from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe_evidence, gather_evidence, version_tags
+from hpsearch.search.finalists.refit import find_selected_run, read_refit
+from hpsearch.search.promotion.evidence import Confirmation, gather_evidence, version_tags
+from hpsearch.search.promotion.evidence_update import write_evidence
 from hpsearch.search.promotion.model_files import download_verified
 from hpsearch.search.promotion.preference import describe_no_candidate, read_front, select_preferred
 from hpsearch.search.promotion.weights import make_model_from_checkpoint
 from hpsearch.search.study.control import find_trial, get_user_and_host
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, VIOLATIONS
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.registry import CHAMPION, Registry, Version, check_alias, check_model_name, previous_alias
-from hpsearch.storage.records.promotions import Promotion, record_promotion
+from hpsearch.storage.mlflow.registry import CHAMPION, Registry, check_alias, check_model_name, previous_alias
+from hpsearch.storage.records.promotions import record_promotion
 
 
 @dataclass(frozen=True)
@@ -147,37 +148,6 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         can_serve_check=bool(evidence.data_sha256),
         is_new_model=made,
     )
-
-
-def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
-    """Update the evidence of a study's current promotions if finalists or the test evaluation have changed it.
-
-    Raises:
-        StorageError: MLflow is unavailable or rejects a request.
-    """
-    changed: list[tuple[Promotion, StoredStudy]] = []
-    for each in list_current_promotions(study):
-        of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
-        if Confirmation.read(of).explain_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
-            changed.append((each, of))
-    if not changed:
-        return
-    registry = Registry(tracking.client)
-    with registry_lock(study.engine) as connection:
-        for each, of in changed:
-            version = registry.get_version_by_alias(each.model_name, each.alias)
-            if version is None or version.number != each.version:
-                continue  # the alias has moved, which `registry_watch` records
-            evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
-            write_evidence(registry, version, evidence)
-            by = each.promoted_by
-            record_promotion(connection, evidence.to_record(), version.model, version.number, each.alias, by=by)
-
-
-def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
-    """Write the evidence for a trial to the tags and the description of a model version."""
-    text = describe_evidence(evidence, address=version.uri, written=version.description)
-    registry.update_version(version, tags=version_tags(evidence), description=text)
 
 
 def resolve_trial(study: StoredStudy, trial: int | None, prefer: str | None, *, infeasible: bool = False) -> int | None:

@@ -20,7 +20,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.search.console import log_to_stderr
 from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
+from hpsearch.search.promotion.evidence_update import write_evidence
 from hpsearch.search.services import MLFLOW_UI_URL
+from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.study import load_parent_study, load_study
 from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
@@ -121,11 +124,6 @@ def _record(
     version: Version,
     alias: str,
 ) -> None:
-    # Imported here because they load torch, which a process that only polls does not need.
-    from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
-    from hpsearch.search.promotion.promote import write_evidence
-    from hpsearch.search.study.control import find_trial
-
     study = load_study(storage, trial.study_name)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
     # If the promotion has no record, the tag has the user of a `promote` command that died. If it has a record, a user

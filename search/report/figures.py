@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import pluralize
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import format_verdict_word
-from hpsearch.search.freeze_thaw.forecast import Forecast
+from hpsearch.search.freeze_thaw.forecast_text import Forecast
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value, is_feasible

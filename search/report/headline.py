@@ -12,8 +12,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.console import format_command, format_number, pluralize
-from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.table import Finalists
+from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value

@@ -12,7 +12,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from hpsearch.search.console import format_number, pluralize
-from hpsearch.search.finalists.refit import list_promotions
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
     compute_search_bias,
@@ -25,7 +24,7 @@ from hpsearch.search.finalists.text import (
     rank_finalists,
 )
 from hpsearch.search.finalists.winner import COVERAGE
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report.figures import (
     compute_hypervolume_history,
@@ -47,6 +46,7 @@ from hpsearch.search.report.trials import (
 )
 from hpsearch.search.services import Services
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
+from hpsearch.search.study.promotions import list_promotions
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, get_report_path
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise

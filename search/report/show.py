@@ -13,14 +13,14 @@ from rich.table import Table
 
 from hpsearch.search.console import format_command, plain_table, pluralize
 from hpsearch.search.finalists import read_finalists
-from hpsearch.search.finalists.refit import list_current_promotions
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
-from hpsearch.search.freeze_thaw.forecast import Forecast, can_forecast, format_forecast
+from hpsearch.search.freeze_thaw.forecast_text import Forecast, can_forecast, format_forecast
 from hpsearch.search.report.headline import make_headline
 from hpsearch.search.report.trial_table import make_trial_table
 from hpsearch.search.report.trials import find_waiting_reasons, sort_trials
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
+from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpsearch.search.console import format_number, plain_table
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.report.show import forecast_trials, format_promotions
 from hpsearch.search.report.trials import find_waiting_reasons, format_state
 from hpsearch.search.study.control import find_trial

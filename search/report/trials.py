@@ -11,7 +11,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
-from hpsearch.search.freeze_thaw.forecast import Forecast
+from hpsearch.search.freeze_thaw.forecast_text import Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations

@@ -15,8 +15,8 @@ from rich.console import Console
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.search.console import PlainConsole, format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials
-from hpsearch.search.finalists.refit import Refit, format_refit, make_or_join_refit, tabulate_refit
+from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials, make_or_join_refit
+from hpsearch.search.finalists.refit import Refit, format_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_test_result
 from hpsearch.search.report.show import format_last_failure

@@ -17,7 +17,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
@@ -425,7 +424,11 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
         SearchError: the device cannot measure a metric.
         ObjectiveError: the device does not exist.
     """
-    if "peak_memory_mb" in spec.reported_metrics and (kind := resolve_device(device).type) != "cuda":
+    if "peak_memory_mb" not in spec.reported_metrics:
+        return
+    from hpsearch.objectives.training.trainer import resolve_device  # imports torch, which most commands do not need
+
+    if (kind := resolve_device(device).type) != "cuda":
         raise SearchError(
             f"study {spec.name!r} uses the metric peak_memory_mb, which is not available on device {kind}; "
             "use a CUDA device, or the metric model_mb or parameters"

@@ -20,7 +20,8 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     get_observed_trials,
     merge_distributions,
 )
-from hpsearch.search.freeze_thaw.observations import Observations, get_loss_bound, read_losses
+from hpsearch.search.freeze_thaw.metric_bounds import get_loss_bound
+from hpsearch.search.freeze_thaw.observations import Observations, read_losses
 from hpsearch.search.freeze_thaw.space import NEIGHBORS_PER_TRIAL, RANDOM_CANDIDATES, TOP_TRIALS, Space
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.samplers.suggest import derive_seed

@@ -20,9 +20,9 @@ GRID = "search_space={lr: [1e-2, 0.1], width: [8, 16], kind: [a, b]}"
     ("sampler", "options", "trials"),
     [
         ("cmaes", ["popsize=4"], 12),
-        ("nsga2", ["population_size=4"], 12),
+        pytest.param("nsga2", ["population_size=4"], 12, marks=pytest.mark.soak),
         ("grid", [GRID], None),
-        ("brute_force", [], None),
+        pytest.param("brute_force", [], None, marks=pytest.mark.soak),
     ],
 )
 def test_each_kind_of_sampler_works_while_workers_are_killed(

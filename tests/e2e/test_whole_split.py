@@ -15,6 +15,7 @@ from tests.e2e.support import Cli
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 
+@pytest.mark.soak  # tests/objectives/training/evaluation tests the parts
 def test_all_commands_agree_on_a_metric_of_a_whole_split(cli: Cli) -> None:
     name, model = "whole-split", "whole-split-model"
     cli(

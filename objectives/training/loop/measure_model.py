@@ -198,14 +198,16 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
 
 
 def _compile_in_place(module: nn.Module) -> None:
-    """Compile calls of a module, as `nn.Module.compile` does, which compiles no class of torch itself, such as
-    `nn.Sequential`: the compiler skips frames of torch unless another frame calls them.
+    """Compile calls of a module, also if its class belongs to torch.
+
+    `nn.Module.compile` has no effect on such a module, for example an `nn.Sequential`, because the compiler skips
+    frames of torch that no other compiled frame calls.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch declares no types
 
-    module._compiled_call_impl = torch.compile(call)  # type: ignore[assignment]
+    module._compiled_call_impl = torch.compile(call)
 
 
 def get_peak_memory(device: torch.device) -> int | None:

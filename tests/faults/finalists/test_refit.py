@@ -53,6 +53,7 @@ def found(study: StoredStudy) -> Refit:
     return read_refit(study)[1]
 
 
+@pytest.mark.soak  # tests/search/finalists/test_refit.py and tests/search/promotion test the parts
 def test_the_winner_is_refit_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
     train(arena, Order("report", "kill", trial=1, when="after"))
     assert arena.has_obeyed(0)

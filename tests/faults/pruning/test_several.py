@@ -128,6 +128,7 @@ def test_a_kill_of_one_of_three_workers(arena: Arena, undisturbed: Undisturbed) 
     assert sorted(tagged_front(arena)) == front(arena.storage_url, arena.name)
 
 
+@pytest.mark.soak  # the same as above with a real training
 def test_digits_with_three_workers_one_of_which_is_killed(arena: Arena) -> None:
     n_trials, epochs = 8, 3
     ways = "--directions accuracy=maximize,parameters=minimize"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.refit import format_refit, make_or_join_refit, read_refit, tabulate_refit
+from hpsearch.search.finalists.choose import create_or_join, make_or_join_refit
+from hpsearch.search.finalists.refit import format_refit, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import list_finalist_sets
 from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, derive_training_seed, get_resplit_seed

@@ -8,8 +8,8 @@ import pytest
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create_or_join, select_finalists
-from hpsearch.search.finalists.refit import make_or_join_refit, read_refit
+from hpsearch.search.finalists.choose import create_or_join, make_or_join_refit, select_finalists
+from hpsearch.search.finalists.refit import read_refit
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation, rank_finalists
 from hpsearch.search.promotion.evaluate_test import choose_candidate

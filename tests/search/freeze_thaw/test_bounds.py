@@ -9,8 +9,9 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.freeze_thaw.forecast import Forecast, forecast_final_values, format_forecast
-from hpsearch.search.freeze_thaw.observations import get_loss_bound
+from hpsearch.search.freeze_thaw.forecast import forecast_final_values
+from hpsearch.search.freeze_thaw.forecast_text import Forecast, format_forecast
+from hpsearch.search.freeze_thaw.metric_bounds import get_loss_bound
 from hpsearch.search.study.terminator import RemainingBudget, compute_expected_gain
 from tests.factories import X
 

@@ -10,7 +10,8 @@ import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.freeze_thaw.forecast import MAX_FORECASTS, MIN_REPORTED_TRIALS, forecast_final_values
+from hpsearch.search.freeze_thaw.forecast import MAX_FORECASTS, forecast_final_values
+from hpsearch.search.freeze_thaw.forecast_text import MIN_REPORTED_TRIALS
 from hpsearch.storage.attributes import INFEASIBLE
 from tests.factories import X
 

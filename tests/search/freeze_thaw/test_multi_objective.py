@@ -12,7 +12,7 @@ import torch
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY
 from hpsearch.search.freeze_thaw.multi_objective import (
     MultiObjectiveSuggester,

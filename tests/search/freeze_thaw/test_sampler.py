@@ -12,11 +12,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 
-from hpsearch.search.freeze_thaw.forecast import (
-    SUGGESTION_REASON_KEY,
-    format_suggestion_reason,
-    score_interval_to_metric,
-)
+from hpsearch.search.freeze_thaw.forecast import score_interval_to_metric
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY, REFIT_GROWTH
 from hpsearch.search.freeze_thaw.observations import Observations
 from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler

@@ -11,7 +11,7 @@ import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.study import StudyDirection
 
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, format_suggestion_reason
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.freeze_thaw.gaussian_process import GaussianProcess, Points
 from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY, GPDataset
 from hpsearch.search.freeze_thaw.observations import MAX_POINTS

@@ -13,7 +13,8 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
-from hpsearch.search.promotion.promote import promote, refresh_evidence
+from hpsearch.search.promotion.evidence_update import refresh_evidence
+from hpsearch.search.promotion.promote import promote
 from hpsearch.search.promotion.registry_watch import RegistryWatcher, sync_promotions
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_promotions

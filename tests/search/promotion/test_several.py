@@ -12,7 +12,8 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import choose_candidate
-from hpsearch.search.promotion.promote import promote, refresh_evidence
+from hpsearch.search.promotion.evidence_update import refresh_evidence
+from hpsearch.search.promotion.promote import promote
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study

@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
-from hpsearch.search.freeze_thaw.forecast import SUGGESTION_REASON_KEY, Forecast, forecast_final_values
+from hpsearch.search.freeze_thaw.forecast import forecast_final_values
+from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_best_forecast, make_forecast_table
