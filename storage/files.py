@@ -208,8 +208,14 @@ def compute_sha256(path: Path) -> str:
 def compute_folder_sha256(folder: Path) -> str:
     """Return the SHA-256 of all files below a folder: of the lines that ``sha256sum`` prints, sorted by path."""
     files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if not path.is_dir())
-    lines = "".join(f"{compute_sha256(path)}  {name}\n" for name, path in files)
+    lines = "".join(_format_checksum(compute_sha256(path), name) for name, path in files)
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _format_checksum(sha256: str, name: str) -> str:
+    """Return a line of ``sha256sum``, which escapes line feeds: a name cannot contain the line of another file."""
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == name else chr(92)}{sha256}  {escaped}\n"
 
 
 def compute_folder_bytes(folder: Path) -> int:

@@ -1,11 +1,13 @@
-"""Atomic appends, file locks, and sizes of changing folders."""
+"""Atomic appends, file locks, and sizes and digests of folders."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from hpsearch.storage.files import (
     append_atomically,
     compute_folder_bytes,
+    compute_folder_sha256,
     find_changeable_part,
     lock_file,
     read_last_lines,
@@ -123,3 +126,17 @@ def test_parts_of_a_path_that_another_user_can_change(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", tmp_path / "missing"):
         assert find_changeable_part(path) == path
+
+
+def test_a_name_with_a_line_feed_cannot_imitate_two_files(tmp_path: Path) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    for folder in (two, one):
+        folder.mkdir()
+    (two / "a").write_text("code")
+    (two / "b").write_text("weights")
+    sums = subprocess.run(["sha256sum", "a", "b"], cwd=two, capture_output=True, text=True, check=True).stdout
+    assert compute_folder_sha256(two) == hashlib.sha256(sums.encode()).hexdigest()
+    (one / f"a\n{sums.splitlines()[1]}").write_text("code")
+    assert compute_folder_sha256(one) != compute_folder_sha256(two)
+    sums = subprocess.run(["sha256sum", *os.listdir(one)], cwd=one, capture_output=True, check=True).stdout
+    assert compute_folder_sha256(one) == hashlib.sha256(sums).hexdigest()
