@@ -265,8 +265,7 @@ class Bench:
                 for one in fleet:
                     one.stdin.write("go\n")
                     one.stdin.flush()
-                # Only the last line is the result: MLflow's fluent API prints the addresses of its runs before.
-                found = [Times(**json.loads(one.communicate()[0].splitlines()[-1])) for one in fleet]
+                found = [_read_times(one.communicate()[0]) for one in fleet]
             finally:
                 for one in fleet:
                     one.kill()
@@ -275,6 +274,12 @@ class Bench:
     def _server_time(self) -> float:
         times = [one.cpu_times() for one in (self.server, *self.server.children(recursive=True))]
         return sum(one.user + one.system for one in times)
+
+
+def _read_times(printed: str) -> Times:
+    """Return the measurements in the output of a worker, to which MLflow's fluent API adds the addresses of runs."""
+    [line] = [line for line in printed.splitlines() if line.startswith("{")]
+    return Times(**json.loads(line))
 
 
 @dataclass

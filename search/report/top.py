@@ -168,7 +168,9 @@ def format_counts(progress: Progress) -> str:
 
 
 def format_best(progress: Progress, metric: str, suffix: str = "") -> str:
-    """Return the best trial as text: ``best accuracy 0.9 (trial 3)``."""
+    """Return the best trial as text: ``best accuracy 0.9 (trial 3)``, or the best unfinished one."""
+    if progress.best_value is None and (first := progress.leading) is not None:
+        return f"best so far {metric} {format_number(first.value, 6)} (trial {first.number}, epoch {first.epoch})"
     if progress.best_value is None:
         return "best none yet"
     return f"best {metric} {format_number(progress.best_value, 6)} (trial {progress.best_number}){suffix}"

@@ -132,6 +132,21 @@ class RunningTrial:
 
 
 @dataclass(frozen=True)
+class LeadingTrial:
+    """The unfinished trial with the best reported value.
+
+    Attributes:
+        number: number of the trial.
+        epoch: epoch of the value, from 1.
+        value: the value.
+    """
+
+    number: int
+    epoch: int
+    value: float
+
+
+@dataclass(frozen=True)
 class Progress:
     """Progress of a study: its budgets, numbers of trials by state, reported epochs, best trial and running trials."""
 
@@ -145,6 +160,7 @@ class Progress:
     epochs: int = 0
     best_number: int | None = None
     best_value: float | None = None
+    leading: LeadingTrial | None = None  # only while no trial is COMPLETE
     running: list[RunningTrial] = field(default_factory=list)
     spending: Spending | None = None  # None without a budget in epochs or seconds
 
@@ -203,6 +219,14 @@ _BEST = f"""
 """  # noqa: S608 the part is a constant
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
+_LEADING = """
+    SELECT t.number, i.step + 1 AS epoch, i.intermediate_value AS value
+      FROM trials t JOIN trial_intermediate_values i USING (trial_id)
+     WHERE t.study_id = :study AND t.state IN ('RUNNING', 'WAITING') AND i.intermediate_value_type = 'FINITE'
+     ORDER BY i.intermediate_value {order}, t.number LIMIT 1
+"""
+_LEADING_OF = {"maximize": sa.text(_LEADING.format(order="DESC")), "minimize": sa.text(_LEADING.format(order="ASC"))}
+
 _RUNNING = sa.text("""
     SELECT t.number, coalesce(a.worker, 'elsewhere') AS worker, v.step, v.intermediate_value AS value
       FROM trials t
@@ -228,9 +252,11 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, retry_second
     counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
     spending = counts.pop("spending")
     best = [best._mapping for best in database.fetch_rows(_BEST_OF[direction], {"study": study_id})]
+    leading = [] if best else database.fetch_rows(_LEADING_OF[direction], {"study": study_id})
     return Progress(
         **counts,
         **(best[0] if best else {}),
+        leading=LeadingTrial(**leading[0]._mapping) if leading else None,
         spending=None if spending is None else Spending(**spending),
         running=[RunningTrial(**running._mapping) for running in database.fetch_rows(_RUNNING, {"study": study_id})],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, For
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import format_best_forecast, make_forecast_table
+from hpsearch.search.report.top import format_best
 from hpsearch.search.report.trials import estimate_epoch_ends
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -26,7 +28,8 @@ from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, PrunedTrial
-from hpsearch.storage.trials.history import RunInterval
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.history import RunInterval, read_progress
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
@@ -63,6 +66,21 @@ def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 pruned" in shown
     assert "0.1 < 0.3 at epoch 1" in shown
+
+
+def test_the_best_unfinished_trial_is_shown_until_a_trial_is_complete(claims: Claims, storage: PostgresStorage) -> None:
+    held = [take(claims) for _ in range(2)]
+    for claim, value in zip(held, (0.3, math.nan), strict=True):
+        claims.report(claim, 0, value)
+        claims.report_rung(claim, 0, value)
+    stored = load_study(storage, "s")
+    progress = read_progress(stored.engine, stored.study_id, "maximize")
+    assert format_best(progress, "accuracy") == "best so far accuracy 0.3 (trial 0, epoch 1)"
+    third = take(claims)
+    claims.report(third, 0, 0.2)
+    claims.finish_attempt(third, Outcome.COMPLETE, value=0.2)
+    progress = read_progress(stored.engine, stored.study_id, "maximize")
+    assert format_best(progress, "accuracy") == "best accuracy 0.2 (trial 2)"
 
 
 def test_a_larger_budget_allows_more_promotions(say: Say, claims: Claims, storage: PostgresStorage) -> None:
