@@ -146,6 +146,18 @@ def get_message(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
+_LONGEST_TRACEBACK = 20_000  # characters
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception; if it is long, only its beginning and its end."""
+    text = "".join(traceback.format_exception(error))
+    if (omitted := len(text) - _LONGEST_TRACEBACK) <= 0:
+        return text
+    half = _LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n... ({omitted} characters omitted) ...\n{text[-half:]}"
+
+
 def _first_line(error: BaseException) -> str:
     text = get_message(error)
     lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines() if line.strip()]

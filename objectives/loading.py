@@ -130,6 +130,8 @@ def locate_sources(reference: str) -> list[Path]:
     if (file := _file_reference(reference)) is not None:
         return [file[0].absolute()] if _is_file(file[0]) else []
     parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
+    if not all(parts):
+        return []
     for number in range(1, len(parts) + 1):
         spec, folders = _find_spec(".".join(parts[:number]), folders)
         if spec is None and not folders:
@@ -181,7 +183,11 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
     """Return the file and the class name (may be empty) of a reference to a file; None for other references."""
     head, _, name = reference.rpartition(":")
     path, name = (head, name) if head and not name.endswith(".py") else (reference, "")
-    return (Path(path).expanduser(), name) if Path(path).suffix == ".py" or os.sep in path else None
+    if Path(path).suffix != ".py" and os.sep not in path:
+        return None
+    with suppress(RuntimeError):  # `~USER` of an unknown user is not a home folder
+        return Path(path).expanduser(), name
+    return Path(path), name
 
 
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:

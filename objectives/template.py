@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from hpsearch.objectives.errors import ObjectiveError, format_path
@@ -61,4 +62,7 @@ def write_template(path: Path) -> None:
     except FileExistsError as error:
         raise ObjectiveError(f"{format_path(path)} already exists; choose another file name") from error
     except OSError as error:
+        with suppress(OSError):
+            if path.is_file() and not path.stat().st_size:  # the disk is full
+                path.unlink()
         raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}") from error

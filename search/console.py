@@ -22,6 +22,7 @@ from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
 
 _STEP_INTERVAL_SECONDS = 30.0  # without a terminal: between two lines that differ only in their numbers
+_LEAST_COLUMNS = 40  # the columns of tables with fewer characters are empty
 _FILE_COLUMNS = 200  # without a terminal and COLUMNS: tables in files must not wrap
 
 
@@ -41,7 +42,10 @@ class PlainConsole(Console):
         if width is None and not is_terminal and not _has_columns():
             width = _FILE_COLUMNS
         options = {"stderr": stderr, "markup": False, "highlight": False, "emoji": False, "soft_wrap": True} | options
+        if not _has_columns():
+            options["_environ"] = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         super().__init__(width=width, **options)
+        self.width = max(self.width, _LEAST_COLUMNS)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a text as rich's console does, with visible escapes; tables measure their cells by this method."""

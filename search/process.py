@@ -35,10 +35,15 @@ EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
 
 
-def add_working_folder_to_path() -> None:
-    """Make modules of the working folder importable, as `python -m` does."""
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path contains strings
+def add_working_folder_to_path() -> bool:
+    """Make modules of the working folder importable, as `python -m` does; return False if the folder was deleted."""
+    try:
+        here = os.getcwd()  # noqa: PTH109 sys.path contains strings
+    except OSError:
+        return False
+    if here not in sys.path:
         sys.path.append(here)
+    return True
 
 
 def report_errors(work: Callable[[], int]) -> int:
@@ -151,6 +156,7 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != survivor:
+            report_exit(128 + number)
             os._exit(128 + number)  # user code could catch an exception
 
     if threading.current_thread() is threading.main_thread():
@@ -244,25 +250,32 @@ def _job_end() -> float:
 
 EXIT_FILE_VARIABLE = "HPSEARCH_EXIT_FILE"  # file to which a worker of a fleet writes its exit code
 _EXIT_SECONDS = 5.0
+_exit_files: dict[int, Path] = {}  # by process id, because code of the objective may fork this process
 
 
-def pop_exit_file(environment: MutableMapping[str, str]) -> Path | None:
-    """Remove the name of the worker's exit file from an environment, so that user code does not get it; return it."""
-    name = environment.pop(EXIT_FILE_VARIABLE, None)
-    return None if name is None else Path(name)
+def take_exit_file(environment: MutableMapping[str, str]) -> None:
+    """Remove the name of the worker's exit file from an environment, so that user code does not get it; keep it."""
+    if (name := environment.pop(EXIT_FILE_VARIABLE, None)) is not None:
+        _exit_files[os.getpid()] = Path(name)
 
 
-def prepare_exit(code: int, exit_file: Path | None = None) -> None:
-    """Limit the time until this process has exited, which threads and processes of user code could prevent.
+def report_exit(code: int) -> None:
+    """Write the exit code of this worker to its exit file, if it has one.
 
-    Args:
-        code: exit code.
-        exit_file: file to which the code is written. The fleet does not take the code of a process for the worker's own
-            if the file is missing, because code of the objective can call `os._exit`.
+    Without the file, the fleet does not take the code of a process for the worker's own, because code of the objective
+    can call `os._exit`.
     """
-    if exit_file is not None:
+    if (exit_file := _exit_files.get(os.getpid())) is not None:
         with contextlib.suppress(OSError):
             exit_file.write_text(str(code))
+
+
+def prepare_exit(code: int) -> None:
+    """Report the exit code, and limit the time until this process has exited.
+
+    Threads and processes of user code could prevent the exit.
+    """
+    report_exit(code)
     threading.Thread(target=_end_process, args=(code,), name="exit", daemon=True).start()
 
 

@@ -29,6 +29,13 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
+def remove_empty_file(path: Path) -> None:
+    """Remove the empty file that a failed write left."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size == 0:
+            path.unlink()
+
+
 def link_or_copy_durably(source: Path, target: Path) -> None:
     """Create `target` as a hard link to `source`, or as a copy if no link is possible, and sync `target` to disk."""
     make_folder(target.parent)

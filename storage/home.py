@@ -131,10 +131,12 @@ def resolve_home(value: str | None = None) -> Path:
     """Return the path of the home folder, without creating it; see `prepare_home`.
 
     Raises:
-        StorageError: the path names an unknown user.
+        StorageError: the path names an unknown user, or is a URL.
     """
     setting = _name_setting(value)
     if chosen := value or os.environ.get(HOME_VARIABLE):
+        if "://" in chosen:
+            raise StorageError(f"{setting} {chosen!r} is a URL; set {setting} to a folder of this machine")
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user

@@ -178,10 +178,11 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
 def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
     """Return the home of another stack for tests that break it. They run one after another in one pytest-xdist group.
 
-    Its path is long and has spaces. Each test gets the stack in the state that the previous test left.
+    Its path is long, and has spaces and characters with a meaning in URLs. Each test gets the stack in the state that
+    the previous test left.
     """
     with guarded_home() as fresh:
-        home = fresh / ("a long path " * 10).strip() / "home"
+        home = fresh / ("a long path " * 10 + "#1%20?'\"$x") / "home"
         home.parent.mkdir(parents=True)
         for folder in (fresh, *fresh.rglob("*")):
             folder.chmod(0o755)

@@ -23,6 +23,22 @@ BASE: dict[str, Any] = {
 }
 
 
+# Source of an objective whose trials need no time.
+LOOP_OBJECTIVE = """
+from hpsearch import LoopObjective
+
+class Loop(LoopObjective):
+    metric, direction, epochs = "score", "maximize", 2
+
+    def suggest(self, trial):
+        return {"lr": trial.suggest_float("lr", 0.01, 1.0)}
+
+    def run(self, trial):
+        for _ in trial.epochs():
+            trial.report({"score": 1.0})
+"""
+
+
 def spec_of(direction: str = "maximize", epochs: int = 20, **pruner: object) -> StudySpec:
     """Return the spec of a study with this pruner."""
     return parse_spec(

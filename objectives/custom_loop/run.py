@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from hpsearch.objectives.custom_loop.loop_trial import BaseLoopRun, LoopTrial
 from hpsearch.objectives.errors import (
     ObjectiveError,
     find_source_file,
+    format_traceback,
     format_user_error,
     get_first_line,
     is_out_of_memory,
@@ -214,7 +214,7 @@ class LoopRun(BaseLoopRun):
             raise error
         if is_out_of_memory(error):
             raise DeviceMemoryError(None, self.device, get_first_line(error)) from error
-        self.files.log.error("%s", traceback.format_exc())
+        self.files.log.error("%s", format_traceback(error))
         raise ObjectiveError(f"{type(self.objective).__name__}.run: {format_user_error(error)}") from error
 
     def _start(self) -> tuple[Any, Verdict]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, get_message
 from hpsearch.objectives.training.rank_heartbeat import RankHeartbeat
 
 T = TypeVar("T")
@@ -327,7 +327,7 @@ def _to_json(error: BaseException, rank: int) -> str:
     attributes = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
     where = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__}
     trace = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
-    return json.dumps({**where, "text": str(error), "attributes": attributes, "traceback": trace})
+    return json.dumps({**where, "text": get_message(error), "attributes": attributes, "traceback": trace})
 
 
 def _from_json(described: str, own: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -29,26 +30,34 @@ from hpsearch.search.process import (
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 
+# Errors of a full disk, also of an output without a buffer, which `_is_broken` does not find.
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports register the commands on the app
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    add_working_folder_to_path()
+    if not add_working_folder_to_path():  # otherwise each relative path fails with an error of its own
+        echo("hpsearch: the working directory was deleted; change to an existing folder", err=True)
+        sys.exit(EXIT_USER_ERROR)
     sys.excepthook = _print_traceback
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(EscapingFormatter())
+    logging.raiseExceptions = False  # a log on a full disk must not add a traceback per line
     given = sys.argv[1:] if arguments is None else arguments
     try:
         code = run_command(given)
         sys.stdout.flush()
     except OSError as error:
-        if not (broken := [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]):
+        broken = [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]
+        if not broken and error.errno not in _FULL_DISK:
             raise
         is_pipe = isinstance(error, BrokenPipeError)  # its reader, such as head, has enough
         code = EXIT_DONE if is_pipe else EXIT_UNAVAILABLE
         if sys.stderr not in broken and not is_pipe:
-            echo(f"hpsearch: the output cannot be written ({error.strerror})", err=True)
+            target = "the output" if error.filename is None else repr(error.filename)
+            echo(f"hpsearch: {target} cannot be written ({error.strerror})", err=True)
         for stream in broken:  # otherwise the interpreter reports the unwritten rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if given[:1] == ["worker"]:  # engines depend on its exit code
@@ -93,6 +102,11 @@ def run_command(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
+    except UnicodeEncodeError as error:  # files may have such names, but names of studies may not
+        if error.reason != "surrogates not allowed":
+            raise
+        echo(f"hpsearch: {error.object[:80]!a} is not valid UTF-8; use another name", err=True)
+        return EXIT_USER_ERROR
 
 
 def _add_value(error: typer.TyperException, message: str, given: list[str]) -> str:

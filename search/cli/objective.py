@@ -143,7 +143,6 @@ def train(
     An interrupted run resumes from --run-dir.
     """
     from hpsearch.objectives.fit import fit, require_model_objective
-    from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
     from hpsearch.objectives.training.config import RunPlan
@@ -152,13 +151,15 @@ def train(
     from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
+    from hpsearch.objectives.training.trainer import resolve_device
+    from hpsearch.search.cli.probe import load_probed_objective
 
     class PrintingSession(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
             echo(_format_epoch(record.epoch, record.metrics, found.metric))
             return super().report(record)
 
-    found = load_objective(objective)
+    found = load_probed_objective(objective)
     found.set_reported_metrics([*found.directions, *found.constraints])
     config = make_config(found, settings)
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
@@ -167,12 +168,15 @@ def train(
             leaks = find_data_leaks(found, prepare_splits(found, plan.split_seed)[0])
         for leak in leaks.values():
             echo(f"warning: {leak}", err=True)
+    for option, is_given in (("--profile", profile), ("--tensorboard", tensorboard), ("--test", test)):
+        if is_given:
+            require_model_objective(found, option)
+    resolve_device(device)
+    if profile or tensorboard:
+        instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _make_run_dir(folder)
     session = PrintingSession(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-    if profile or tensorboard:
-        require_model_objective(found, "--profile" if profile else "--tensorboard")
-        instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _print_warnings():
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
@@ -251,11 +255,11 @@ def smoke(
     import dataclasses
 
     from hpsearch.objectives.fit import require_model_objective
-    from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.checks.smoke import run_smoke_test
     from hpsearch.objectives.training.trainer import resolve_device
+    from hpsearch.search.cli.probe import load_probed_objective
 
-    found = require_model_objective(load_objective(objective), "smoke")
+    found = require_model_objective(load_probed_objective(objective), "smoke")
     config = make_config(found, settings)
     if run_dir is not None:
         _make_run_dir(run_dir)
@@ -292,11 +296,11 @@ def lr_range(
     The command trains with an increasing learning rate until the loss diverges, and writes a plot.
     """
     from hpsearch.objectives.fit import require_model_objective
-    from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
     from hpsearch.objectives.training.trainer import resolve_device
+    from hpsearch.search.cli.probe import load_probed_objective
 
-    found = require_model_objective(load_objective(objective), "lr-range")
+    found = require_model_objective(load_probed_objective(objective), "lr-range")
     config = make_config(found, settings)
     _make_run_dir(run_dir)
     result = run_lr_range_test(
@@ -322,12 +326,12 @@ _objective = add_group("objective", OBJECTIVES_SECTION, "Show the settings and s
 def show(objective: ObjectiveArgument, settings: SetOption = None) -> None:
     """Show the settings and search space of an objective."""
     from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
-    from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.reports import report
+    from hpsearch.search.cli.probe import load_probed_objective
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.study.create import sample_search_space
 
-    found = load_objective(objective)
+    found = load_probed_objective(objective)
     config = make_config(found, settings)
     space = {name: _format_range(values) for name, values in sample_search_space(found)[0].items()}
     console = PlainConsole()

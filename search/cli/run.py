@@ -42,6 +42,7 @@ def run(
     start_fork_server(workers)  # loads its modules while this process imports its own
 
     with disable_gc():
+        from hpsearch.search.cli.probe import check_import
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.fleet.rank_launcher import check_devices
         from hpsearch.search.run.search import run_search
@@ -50,6 +51,7 @@ def run(
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     check_devices(options)  # before the study is created
+    check_import(str(settings.values["objective"]))
     console = PlainConsole()
     with replace_flags_in_errors(settings.file_keys, settings.file):
         services, study, created = begin_search(

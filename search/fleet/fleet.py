@@ -184,7 +184,8 @@ class Fleet:
 
     def _record_exit(self, slot: WorkerSlot, code: int, *, is_outage: bool) -> None:
         slot.process = None
-        if code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP} and not slot.has_reported(code) and not self._is_stopping:
+        own_codes = {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}
+        if code in own_codes and not slot.has_reported(code) and not self._is_stopping:
             with slot.log.open("a") as log:
                 log.write(f"hpsearch: code of the objective ended the worker's process with exit code {code}\n")
             code = EXIT_UNAVAILABLE

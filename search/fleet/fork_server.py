@@ -16,9 +16,9 @@ from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
     add_working_folder_to_path,
     ignore_stop_signals,
-    pop_exit_file,
     prepare_exit,
     report_errors,
+    take_exit_file,
 )
 
 # No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
@@ -126,7 +126,7 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
-    exit_file = pop_exit_file(environment)
+    take_exit_file(environment)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = command
@@ -140,7 +140,7 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
     ignore_stop_signals()
-    prepare_exit(code, exit_file)
+    prepare_exit(code)
     gc.freeze()  # otherwise the interpreter searches all objects for cycles when it exits
     sys.exit(code)
 

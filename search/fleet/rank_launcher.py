@@ -32,6 +32,7 @@ from hpsearch.search.process import (
     exit_on_signals,
     make_fleet_watcher,
     report_errors,
+    report_exit,
     stop_on_signals,
     stop_worker_on_signals,
 )
@@ -247,6 +248,7 @@ def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folde
         should_stop = stop.is_set() or has_fleet_ended()
         if should_stop and not ranks:  # still waiting for the ranks of other machines
             shutil.rmtree(folder, ignore_errors=True)
+            report_exit(EXIT_DRAINED)
             os._exit(EXIT_DRAINED)
         if any(rank.exitcode for rank in ranks.values()):
             died = min(died, time.monotonic())

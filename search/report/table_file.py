@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from hpsearch.search.errors import SearchError
+from hpsearch.storage.files import remove_empty_file
 
 
 def format_csv(table: pd.DataFrame) -> str:
@@ -35,6 +36,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     try:
         writers[path.suffix]()
     except OSError as error:
+        remove_empty_file(path)
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
 
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import optuna
@@ -71,6 +72,7 @@ log = logging.getLogger(__name__)
 SAMPLER_TRIES = 4
 UNTRIED_TRIES = 8
 
+_LONGEST_NAME = 512  # characters; the type of the name of a parameter in Optuna's tables
 _MAX_CHOICES = 1000  # number of values of a parameter above which a random value is rarely a duplicate
 
 
@@ -97,7 +99,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         spec: spec of the study.
 
     Raises:
-        ObjectiveError: the objective returns no configuration.
+        ObjectiveError: the objective returns no configuration, or the name of a parameter is too long.
         ClaimLostError: the worker does not own the trial any more; nothing was written.
     """
     storage = study._storage
@@ -115,6 +117,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             suggested = storage.get_trial(claim.trial_id)
+            check_parameter_names(suggested.params)
             if spec.finalists_of is not None:
                 _check_finalist(suggested, spec.finalists_of.get_trial_and_seed(claim.number)[0])
             if given.params or spec.sampler.is_indexed_by_trial or _may_repeat(suggested, spec.sampler):
@@ -128,6 +131,19 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
                 return Suggestion(config, suggested.params)
             batch.discard()
     raise AssertionError("unreachable: the loop returns at its last try")
+
+
+def check_parameter_names(names: Iterable[str]) -> None:
+    """Check that the database accepts the names of parameters.
+
+    Raises:
+        ObjectiveError: a name is too long.
+    """
+    for name in names:
+        if len(name) > _LONGEST_NAME:
+            raise ObjectiveError(
+                f"parameter {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
+            )
 
 
 def _choose_sampler(spec: StudySpec, trial_number: int, retry: int) -> BaseSampler:

@@ -19,7 +19,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.samplers.suggest import derive_seed, make_sampler
+from hpsearch.search.samplers.suggest import check_parameter_names, derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import RUN_ID, SMOKE_TEST
@@ -88,12 +88,14 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     """Return a configuration that the sampler could suggest.
 
     Raises:
-        ObjectiveError: `suggest` raised an error; the message has the file and line.
+        ObjectiveError: `suggest` raised an error (the message has the file and line), or a name is too long.
     """
     sampler = make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
-    scratch = optuna.create_study(sampler=sampler)
+    trial = optuna.create_study(sampler=sampler).ask()
     with wrap_user_errors(f"{type(objective).__name__}.suggest"):
-        return objective.configure(scratch.ask())
+        config = objective.configure(trial)
+    check_parameter_names(trial.params)
+    return config
 
 
 def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,7 +12,7 @@ from functools import partial
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.objectives.errors import ObjectiveError, get_message
+from hpsearch.objectives.errors import ObjectiveError, format_traceback, get_message
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError
@@ -179,10 +178,11 @@ class Attempt:
     def _fail(self, error: BaseException) -> TrialEnd | None:
         reason = " ".join(_as_text(f"{type(error).__name__}: {get_message(error)}").split())
         if not isinstance(error, ObjectiveError) or hasattr(error, "__notes__"):  # a note is another rank's traceback
-            log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
+            trace = _as_text(format_traceback(error))
+            log.error("trial %d failed\n%s", self._claim.number, trace)
             with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
                 report = self._run_dir / "error.txt"
-                report.write_text(_as_text(traceback.format_exc()), encoding="utf-8")
+                report.write_text(trace, encoding="utf-8")
                 self._tracked.log_file(report)
         return None if self._retry("error", reason) else self._end(Outcome.FAILED, reason)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hpsearch.search.process import EXIT_DRAINED
+from hpsearch.search.process import EXIT_DRAINED, report_exit
 
 log = logging.getLogger(__name__)
 
@@ -70,4 +70,5 @@ class Startup:
                 release()
                 self._on_exit()
             finally:
+                report_exit(EXIT_DRAINED)
                 os._exit(EXIT_DRAINED)

@@ -16,12 +16,12 @@ def main() -> None:
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
-    from hpsearch.search.process import exit_on_signals, pop_exit_file, prepare_exit
+    from hpsearch.search.process import exit_on_signals, prepare_exit, take_exit_file
 
+    take_exit_file(os.environ)
     exit_on_signals()
     from hpsearch.search.cli import main as run
 
-    exit_file = pop_exit_file(os.environ)
     try:
         if is_handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,7 +29,7 @@ def main() -> None:
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
     except SystemExit as error:
-        prepare_exit(error.code if isinstance(error.code, int) else 0, exit_file)
+        prepare_exit(error.code if isinstance(error.code, int) else 0)
         raise
 
 

@@ -18,10 +18,9 @@ from hpsearch.storage.attributes import (
     TRACKING,
     TRACKING_URI,
 )
+from hpsearch.storage.database.mlflow_links import RUN_PAGE, replace_run_links
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.locations import LocationRejectedError, check_removable
-
-_RUN_PAGE = "/#/experiments/"  # path of a run's page
 
 # Release running trials as a worker does: no retry is counted, and the next worker resumes the trial. Workers of the
 # original database are marked as exited.
@@ -248,27 +247,12 @@ def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, 
             SELECT value_json FROM study_user_attributes WHERE key = %s
             UNION ALL SELECT value_json FROM trial_user_attributes WHERE key = %s) AS shown
         """,
-        (_RUN_PAGE, RUN_URL, RUN_URL),
+        (RUN_PAGE, RUN_URL, RUN_URL),
     )
-    new = ui_url.rstrip("/") + _RUN_PAGE
-    columns = [
-        (studies, "study_user_attributes", "value_json", "text"),
-        (studies, "trial_user_attributes", "value_json", "text"),
-        (studies, "study_system_attributes", "value_json", "text"),
-        (studies, "hpsearch_promotions", "evidence", "jsonb"),
-    ]
-    if mlflow is not None:  # descriptions of promoted versions; the cast cuts them at MLflow's limit
-        columns.append((mlflow, "model_versions", "description", "varchar(5000)"))
+    new = ui_url.rstrip("/")
     for (base,) in studies.fetchall():
-        old = f"{base}{_RUN_PAGE}"
-        if not base or old == new:
-            continue
-        for cursor, table, column, kind in columns:
-            cursor.execute(
-                f"UPDATE {table} SET {column} = replace({column}::text, %s, %s)::{kind} "  # noqa: S608 constant names
-                f"WHERE strpos({column}::text, %s) > 0",
-                (old, new, old),
-            )
+        if base and base != new:
+            replace_run_links(studies, mlflow, base, new)
 
 
 def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:

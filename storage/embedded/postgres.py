@@ -213,7 +213,10 @@ class EmbeddedPostgres:
             command = found.cmdline()
         except (OSError, ValueError, psutil.Error):
             return None
-        ours = bool(command) and Path(command[0]).name == "postgres" and str(self.data_folder) in command
+        # The server works in its data directory, also after a move. After that, its command line has the former path.
+        is_here = process.has_working_folder(found, self.data_folder)
+        is_here = str(self.data_folder) in command if is_here is None else is_here
+        ours = bool(command) and Path(command[0]).name == "postgres" and is_here
         return found if ours and process.is_running(found) else None
 
     def read_identity(self) -> process.ProcessIdentity | None:

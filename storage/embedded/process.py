@@ -79,6 +79,17 @@ def find(identity: ProcessIdentity | None) -> psutil.Process | None:
     return process if is_same and is_running(process) else None
 
 
+def has_working_folder(process: psutil.Process, folder: Path) -> bool | None:
+    """Return whether a process works in a folder, also if the folder was moved meanwhile; None if that is unknown.
+
+    The folder of a running service identifies its home: a copied home contains the records of the original's services.
+    """
+    try:
+        return Path(process.cwd()).samefile(folder)
+    except (psutil.Error, OSError):
+        return None
+
+
 def is_running(process: psutil.Process) -> bool:
     """Return whether the process exists and is not a zombie."""
     for child in _children:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from hpsearch.storage.database import roles
 from hpsearch.storage.database.connect import is_database_healthy
+from hpsearch.storage.database.mlflow_links import replace_address
 from hpsearch.storage.database.schema import CURRENT_SCHEMA_QUERY
 from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
@@ -151,6 +153,8 @@ class EmbeddedStack:
         return (
             self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
             and self.mlflow.record.needs_token == self.dashboard.record.needs_token == self.state.needs_token
+            and self.mlflow.record.is_of(self.home)
+            and self.dashboard.record.is_of(self.home)
             and self.mlflow.find() is not None
             and self.dashboard.find() is not None
             and self.dashboard.is_healthy()
@@ -173,6 +177,7 @@ class EmbeddedStack:
         self.mlflow.wait_until_healthy()
         self.dashboard.ensure_started(port, self.mlflow.record.port)  # restarts only if MLflow changed its port
         self.dashboard.wait_until_healthy()
+        self._update_links()
 
     def revive(self) -> None:
         """Restart dead services, Postgres first; a restarted web service needs time until it answers.
@@ -201,17 +206,20 @@ class EmbeddedStack:
         known = [record.process for record in records]
         for record in records:
             record.process = None
-        self._save()
+        with suppress(OSError):  # a full disk must not keep the services running
+            self._save()
         for record, process in zip(records, known, strict=True):
             record.process = process
         stopped = self.stop_services()
         stopped.append(("Postgres", server.stop() if server else None))
         self.state.postgres.process = None
-        self._save()
+        with suppress(OSError):
+            self._save()
         return [f"{name} (process {pid})" for name, pid in stopped if pid is not None]
 
     def start_postgres(self, progress: OnProgress) -> int:
         """Start Postgres unless it runs, and return its port; missing data directory and databases are created."""
+        self._check_data_folder()
         server = EmbeddedPostgres(make_postgres_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)
         if not server.folder.is_relative_to(self.home):
@@ -222,6 +230,7 @@ class EmbeddedStack:
             port = server.start(self.state.postgres.port)
         self.state.postgres.port = port
         self.state.postgres.process = server.read_identity()
+        self.state.postgres.home = str(self.home)
         self._save()
         roles.create_databases(
             server.make_url(port),
@@ -231,6 +240,31 @@ class EmbeddedStack:
             setting="the embedded Postgres",
         )
         return port
+
+    def _check_data_folder(self) -> None:
+        """Check that a moved or copied home has its data, which root's Postgres may have outside of the home.
+
+        Raises:
+            StorageError: the data are elsewhere.
+        """
+        former = self.state.postgres_folder
+        if former is None or find_postgres_folder(self.home) is not None or not Path(former, "data").exists():
+            return
+        raise StorageError(
+            f"{HOME_VARIABLE} {str(self.home)!r} was moved or copied without its database in {former!r}; move the home "
+            "back, and use hpsearch backup and restore"
+        )
+
+    def _update_links(self) -> None:
+        """Write the current address of MLflow to the stored links if MLflow has got another port."""
+        port, former = self.mlflow.record.port, self.state.linked_port
+        if former == port:
+            return
+        if former is not None:
+            old = f"http://{ports.LOOPBACK}:{former}"
+            replace_address(self.databases, old, self.mlflow.url, setting="the embedded Postgres")
+        self.state.linked_port = port
+        self._save()
 
     def _find_token(self) -> str | None:
         return load_or_create_token(self.home) if self.state.needs_token else None
@@ -244,8 +278,8 @@ class EmbeddedStack:
         return make_database_url(role, password, port, database, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        artifacts = (self.home / "artifacts").as_uri()
-        command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
+        # Relative to the home, which is the working directory: MLflow decodes a "%20" in an absolute path.
+        command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts="artifacts", allowed_hosts=None)
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
         return command, env | {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}

@@ -6,6 +6,7 @@ serializes these commands, and `stack.json` there holds the state.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -161,7 +162,7 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     record, detail = stack.state.postgres, f"data in {server.data_folder}"
     url = f"postgresql://{ports.LOOPBACK}:{record.port}" if record.port else None
     if (process := server.find_process()) is None:
-        return _make_stopped_status("Postgres", url, record, server.log, detail)
+        return _make_stopped_status(stack.home, "Postgres", url, record, server.log, detail)
     if not stack.is_postgres_healthy():
         return _make_silent_status("Postgres", url, process, server.log)
     return ServiceStatus("Postgres", "running", url, process.pid, detail)
@@ -170,14 +171,16 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
 def _read_web_status(service: WebService) -> ServiceStatus:
     url = service.url if service.record.port else None
     if (process := service.find()) is None:
-        return _make_stopped_status(service.name, url, service.record, service.log, "")
+        return _make_stopped_status(service.home, service.name, url, service.record, service.log, "")
     if not service.is_healthy():
         return _make_silent_status(service.name, url, process, service.log, hangs=service.is_listening())
     return ServiceStatus(service.name, "running", url, process.pid, f"log in {service.log}")
 
 
-def _make_stopped_status(name: str, url: str | None, record: ServiceRecord, log: Path, detail: str) -> ServiceStatus:
-    if record.process is None:
+def _make_stopped_status(
+    home: Path, name: str, url: str | None, record: ServiceRecord, log: Path, detail: str
+) -> ServiceStatus:
+    if record.process is None or not record.is_of(home):
         return ServiceStatus(name, "stopped", url, None, detail)
     return ServiceStatus(name, "dead", url, None, f"it ended unexpectedly; see {log}")
 
@@ -236,6 +239,7 @@ def _lock_stack(
     try:
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); set another folder") from error
+        remedy = "free disk space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "set another folder"
+        raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); {remedy}") from error
     finally:
         lock.release()

@@ -24,6 +24,7 @@ class ServiceRecord:
         database_port: port of Postgres when the service was started.
         tracking_port: port of the MLflow server when the service was started; None if the service does not use MLflow.
         needs_token: whether the service was started with a token.
+        home: home folder when the service was started; None in files of earlier versions.
     """
 
     port: int | None = None
@@ -31,6 +32,14 @@ class ServiceRecord:
     database_port: int | None = None
     tracking_port: int | None = None
     needs_token: bool = False
+    home: str | None = None
+
+    def is_of(self, home: Path) -> bool:
+        """Return whether the service was started in this home folder. It was not if the folder was moved or copied."""
+        try:
+            return self.home is None or Path(self.home).samefile(home)
+        except OSError:  # the former path of a moved home
+            return False
 
 
 def _make_password() -> str:
@@ -41,7 +50,8 @@ def _make_password() -> str:
 class StackState:
     """Stored state of a stack.
 
-    `version` is the version of the file format; `needs_token` is False after `hpsearch up --no-auth`.
+    `version` is the version of the file format; `needs_token` is False after `hpsearch up --no-auth`. `linked_port` is
+    MLflow's port in the stored links.
     """
 
     version: Literal[1] = 1
@@ -50,6 +60,7 @@ class StackState:
     mlflow_password: str = field(default_factory=_make_password)
     postgres_folder: str | None = None
     needs_token: bool = True
+    linked_port: int | None = None
     postgres: ServiceRecord = field(default_factory=ServiceRecord)
     mlflow: ServiceRecord = field(default_factory=ServiceRecord)
     dashboard: ServiceRecord = field(default_factory=ServiceRecord)

@@ -61,11 +61,19 @@ class WebService:
     @property
     def process_marker(self) -> str:
         """Value in the environment of the service's processes, unique for this service and home folder."""
-        return f"{self.name}:{self.home}"
+        return self._make_marker(self.home)
+
+    def _make_marker(self, home: str | Path) -> str:
+        return f"{self.name}:{home}"
 
     def find(self) -> psutil.Process | None:
-        """Return the main process of the service; None if it does not run."""
-        return process.find(self.record.process)
+        """Return the main process of the service; None if it does not run.
+
+        The process of another home, of which this home is a copy, is not returned.
+        """
+        found = process.find(self.record.process)
+        is_foreign = found is not None and process.has_working_folder(found, self.home) is False
+        return None if is_foreign else found
 
     def is_healthy(self) -> bool:
         """Return whether the service answers a health request."""
@@ -94,7 +102,7 @@ class WebService:
         """
         record, needs_token = self.record, self.token() is not None
         old = (record.database_port, record.tracking_port, record.needs_token)
-        if self.find() is not None and old == (database_port, tracking_port, needs_token):
+        if self.find() is not None and old == (database_port, tracking_port, needs_token) and record.is_of(self.home):
             return
         record.database_port, record.tracking_port, record.needs_token = database_port, tracking_port, needs_token
         self._restart()
@@ -129,14 +137,19 @@ class WebService:
         return found is not None and time.time() - found.started > _ATTACH_TIMEOUT
 
     def _find_processes(self) -> list[psutil.Process]:
-        main = self.find()
-        marked = process.find_by_marker(self.process_marker)
+        main, markers = self.find(), {self.process_marker, self._make_marker(self.record.home or self.home)}
+        marked = [
+            found
+            for marker in markers
+            for found in process.find_by_marker(marker)
+            if process.has_working_folder(found, self.home) is not False  # else of a home that was moved or copied
+        ]
         return [main, *(other for other in marked if other != main)] if main else marked
 
     def _restart(self) -> None:
         # The port of a killed process may stay bound for a moment.
         port = ports.choose_port(self.record.port, wait_seconds=2.0 if self.stop() else 0.0)
-        self.record.port = port
+        self.record.port, self.record.home = port, str(self.home)
         self.save_state()
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}

@@ -38,9 +38,13 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         StorageError: `uri` is not an HTTP address, another kind of server answers, or this process has credentials that
             the user has not configured for this address.
     """
-    parts = urlsplit(uri)
-    shown = uri if "@" not in parts.netloc else uri.replace(parts.netloc, parts.netloc.rpartition("@")[2])
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+    try:
+        parts = urlsplit(uri)
+        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid host or port
+        parts, is_address = urlsplit(""), False
+    shown = uri if "@" not in uri else f"{uri.partition('//')[0]}//{uri.rpartition('@')[2]}"
+    if not is_address:
         raise StorageError(f"{setting} {shown} must be the http(s):// address of an MLflow tracking server")
     if "@" in parts.netloc:
         raise StorageError(

@@ -10,7 +10,7 @@ from hpsearch.storage.attributes import MODEL, MODEL_SHA256
 from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking, list_model_ids, make_metrics
+from hpsearch.storage.mlflow.client import Tracking, list_model_ids, make_metrics, sanitize_name
 from hpsearch.storage.mlflow.locations import check_id
 from hpsearch.storage.mlflow.run_links import RunLinks
 
@@ -39,9 +39,11 @@ def upload_model(client: MlflowClient, model_id: str, folder: Path) -> None:
 
 def _write_ids(model: LoggedModel, run_id: str, folder: Path) -> None:
     """Write the ids of a logged model to the metadata among its files."""
+    import yaml
     from mlflow.models import Model
 
-    metadata = Model.load(str(folder))
+    # `Model.load` would decode a "%20" in the path.
+    metadata = Model.from_dict(yaml.safe_load((folder / "MLmodel").read_text(encoding="utf-8")))
     metadata.run_id, metadata.model_id, metadata.model_uuid = run_id, model.model_id, model.model_id
     metadata.artifact_path = model.artifact_location
     metadata.save(str(folder / "MLmodel"))
@@ -50,7 +52,7 @@ def _write_ids(model: LoggedModel, run_id: str, folder: Path) -> None:
 @kill_point("create model")
 def create_model(tracking: Tracking, run_id: str, record: Model) -> LoggedModel:
     """Create the logged model of a run, without files; the caller holds the lock of the run."""
-    params = {key: str(value) for key, value in record.params.items()}
+    params = {sanitize_name(key): str(value) for key, value in record.params.items()}
     return tracking.client.create_logged_model(
         tracking.experiment_id, name=record.name, source_run_id=run_id, params=params, tags=record.tags, model_type=""
     )

@@ -60,8 +60,8 @@ def find_token(url: str) -> str | None:
     A service of another user may have bound the port of a stopped service. Therefore, on Linux, the token is returned
     only if the socket that listens on the port belongs to this user.
     """
-    parts = urlsplit(url)
-    with suppress(ValueError, StorageError):  # ValueError: an invalid port
+    with suppress(ValueError, StorageError):  # ValueError: an invalid host or port
+        parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname == _LOOPBACK and parts.port is not None:
             for home in find_known_homes():
                 if parts.port in _read_ports(home) and _was_own_listener(parts.port):

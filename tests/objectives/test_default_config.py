@@ -56,6 +56,14 @@ def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(object
         check_objective_code(objective_with(suggest=_of_a_study), spec_of(name="none"))
 
 
+def test_a_parameter_name_that_the_database_rejects_is_found_before_the_study_exists(objective_with):
+    def suggest(_self, trial):
+        return TrainConfig(lr=trial.suggest_float("x" * 513, 1e-4, 1e-2))
+
+    with pytest.raises(ObjectiveError, match=r"^parameter 'x{40}...' has a name of 513 characters; use at most 512$"):
+        check_objective_code(objective_with(suggest=suggest), spec_of(name="none"))
+
+
 def test_a_report_that_fails_does_not_fail_the_run(objective_with, tmp_path, no_plots):
     result = fit(objective_with(suggest=_of_a_study), epochs=1, run_dir=tmp_path)
     assert result.status == "completed"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch import BUILTIN, BaseObjective, Objective, ObjectiveError, load_objective, objective_reference, source_hash
-from hpsearch.objectives.errors import format_user_error
+from hpsearch.objectives.errors import format_traceback, format_user_error
 
 GOOD = """
 from hpsearch import Objective, TrainConfig
@@ -292,3 +292,11 @@ class _SilentError(Exception):
 def test_messages_of_user_errors_are_short_and_never_fail() -> None:
     assert format_user_error(_SilentError()) == "_SilentError: (its __str__ raises ValueError)"
     assert format_user_error(ValueError("x" * 5_000_000)) == f"ValueError: {'x' * 1000}..."
+
+
+def test_long_tracebacks_are_cut() -> None:
+    text = format_traceback(ValueError(f"begin{'x' * 5_000_000}end"))
+    assert len(text) < 21_000
+    assert text.startswith("ValueError: beginx")
+    assert "\n... (498" in text
+    assert text.endswith("xend\n")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 
-from hpsearch.search.console import PlainConsole, show_steps
+import pytest
+
+from hpsearch.search.console import PlainConsole, plain_table, show_steps
 
 
 def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
@@ -15,3 +19,21 @@ def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
             show_step(f"sending 21 trials to MLflow: {done} done")
     lines = ["opening the study", "sending 21 trials to MLflow: 0 done", "sending 21 trials to MLflow: 20 done"]
     assert output.getvalue().splitlines() == lines
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("x", 80), ("1", 40), ("60", 60)])
+def test_a_table_is_visible_with_any_value_of_columns(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        console = PlainConsole()
+        table = plain_table("study", "objective", "trials")
+        table.add_row("a", "digits", "1/2")
+        console.print(table)
+        assert console.width == width
+        assert b"digits" in os.read(controller, 10_000)
+    os.close(controller)

@@ -206,10 +206,16 @@ class Splits:
         counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
         classes = int(counted["train"].max()) + 1
         for name, y in counted.items():
-            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+            if not len(y):
+                continue
+            low, high = int(y.min()), int(y.max())
+            if low < 0:
                 raise ObjectiveError(
-                    f"the {name} labels are in [{int(y.min())}, {int(y.max())}], but must be in [0, {classes - 1}]"
+                    f"the {name} labels are in [{low}, {high}], but classes are numbered from 0; add {-low} to all "
+                    f"labels, or set the loss's ignore_index to {low} if it marks samples without a class"
                 )
+            if high >= classes:
+                raise ObjectiveError(f"the {name} labels are in [{low}, {high}], but must be in [0, {classes - 1}]")
 
 
 def _number_categories(categories: Any, samples: int, groups: Any | None) -> Rows:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from hpsearch.search.cli import main, run_command
+from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import raise_interrupt
+from tests.factories import LOOP_OBJECTIVE
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,8 @@ BAD = [
     (["smoke", "digits", "--device", "meta"], ["device 'meta' is not available", "cpu, cuda or cuda:N"]),
     (["run", "digits", "--devices", "cuda:99"], ["--devices 'cuda:99'", "valid integer"]),
     (["up", "--home", "/dev/null"], ["--home '/dev/null' is not a folder"]),
+    (["up", "--home", "s3://bucket"], ["--home 's3://bucket' is a URL; set --home to a folder"]),
+    (["objective", "show", "~nosuch/x.py"], ["file ~nosuch/x.py does not exist"]),
     (["list"], ["unknown command 'list'; did you mean 'studies'?"]),
     (["run"], ["OBJECTIVE", "--spec"]),
     (["run", "digits", "--trials", "0"], ["--trials", "0"]),
@@ -136,48 +139,6 @@ def test_a_mistake_in_a_spec_file_is_reported(refuse, tmp_path: Path, text: str,
         assert word in message
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
-def test_a_full_output_ends_a_command_with_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as ended:
-            main(["--help"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "hpsearch: the output cannot be written (No space left on device)\n"
-
-
-_INTERRUPTED = """
-import os, signal, sys
-
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "hpsearch.search.cli":
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Finder())
-from hpsearch.__main__ import main
-main()
-"""
-
-
-def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
-
-
-def test_closed_streams_are_replaced_by_the_null_device(tmp_path: Path) -> None:
-    code = f"""
-from hpsearch.__main__ import open_standard_streams
-open_standard_streams()
-import os, sys
-with open({str(tmp_path / "file")!r}, "w") as file:
-    print("to nowhere")
-    file.write(f"{{file.fileno() > 2}} {{sys.stdin.read()!r}} {{os.path.samefile('/dev/null', '/dev/fd/2')}}")
-"""
-    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
-    assert (tmp_path / "file").read_text() == "True '' True"
-
-
 def test_a_former_environment_variable_is_refused(refuse, monkeypatch) -> None:
     monkeypatch.setenv("HPSEARCH_STALL", "9")
     assert "HPSEARCH_STALL=9 is no longer supported; set HPSEARCH_STALL_FACTOR instead" in refuse("run", "digits")
@@ -203,6 +164,22 @@ def test_a_file_that_cannot_be_an_objective_is_named(refuse, tmp_path: Path, con
     (tmp_path / "pkg" / "u.py").write_bytes(content)
     message = refuse("objective", "show", str(tmp_path / "pkg" / "u.py"))
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the import is tried in a forked process on Linux only")
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "SIGSEGV"),
+        ("import os\nos._exit(0)\n", "exit code 0"),
+        ("import os\nos._exit(143)\n", "exit code 143"),
+    ],
+    ids=["segfault", "exit 0", "exit 143"],
+)
+def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: Path, code: str, how: str) -> None:
+    (tmp_path / "u.py").write_text(code)
+    message = refuse("objective", "show", str(tmp_path / "u.py"))
+    assert f"u.py' ends the process during its import ({how}); trace it with: python -X faulthandler" in message
 
 
 @pytest.mark.parametrize(
@@ -272,9 +249,24 @@ def test_an_unreachable_tracking_server_is_reported(capsys: pytest.CaptureFixtur
     assert "--tracking-uri http://127.0.0.1:1: no MLflow server answers" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_mlflow_is_reported(refuse, database_url: str) -> None:
-    message = refuse("run", "digits", "--storage-url", database_url, "--tracking-uri", "file:///tmp/runs")
-    assert "http(s)://" in message
+@pytest.mark.parametrize("uri", ["file:///tmp/runs", "http://[", "http://127.0.0.1:99999"])
+def test_a_server_that_is_not_mlflow_is_reported(refuse, database_url: str, uri: str) -> None:
+    message = refuse("run", "digits", "--storage-url", database_url, "--tracking-uri", uri)
+    assert f"--tracking-uri {uri} must be the http(s):// address" in message
+
+
+def test_a_name_that_is_not_utf8_is_refused(refuse, database_url: str) -> None:
+    assert "'\\udcff' is not valid UTF-8; use another name" in refuse("show", "\udcff", "--storage-url", database_url)
+
+
+@pytest.mark.parametrize(
+    "options", [["--tensorboard"], ["--profile", "2"], ["--test"], ["--device", "hpu"]], ids=lambda options: options[0]
+)
+def test_a_rejected_training_leaves_no_run_directory(refuse, tmp_path: Path, monkeypatch, options: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP_OBJECTIVE)
+    assert (options[-1] if options[0] == "--device" else options[0]) in refuse("train", "loop.py", *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["loop.py"]
 
 
 def test_an_unknown_study_is_an_error(refuse, database_url: str) -> None:

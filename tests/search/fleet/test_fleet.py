@@ -57,7 +57,7 @@ def test_a_completed_trial_resets_the_count_of_worker_deaths(fleet: Fleet) -> No
     assert len(fleet.slots[0].pids) > MAX_DEATHS
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
+@pytest.mark.parametrize("code", [0, 2, 3, 143])
 def test_exit_codes_of_user_code_are_not_those_of_the_worker(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

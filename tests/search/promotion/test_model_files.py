@@ -75,8 +75,8 @@ def own_model(own_tracked: Tracked, _exported: Path, tmp_path: Path) -> str:
         value=0.95, params=suggested.params, distributions=suggested.distributions, user_attrs={RUN_ID: run_id}
     )
     optuna.load_study(study_name=own_tracked.name, storage=own_tracked.storage).add_trial(made)
-    folder = Path(shutil.copytree(_exported, tmp_path / "sent"))
-    record = Model(name="own", step=0, at=0.0, metrics={}, params={}, tags={})
+    folder = Path(shutil.copytree(_exported, tmp_path / "%20"))  # MLflow decodes paths
+    record = Model(name="own", step=0, at=0.0, metrics={}, params={"x" * 300: 1}, tags={})
     trial = own_tracked.stored.trials()[TRIAL]
     links = RunLinks(own_tracked.storage.engine)
     return ensure_model(own_tracked.tracking, links, trial._trial_id, run_id, record, folder)
@@ -138,7 +138,7 @@ def test_a_model_that_was_changed_before_its_promotion_is_not_promoted(
 def test_the_digest_of_the_files_is_recorded_with_the_trial_and_the_promotion(
     own_tracked: Tracked, own_model: str, tmp_path: Path
 ) -> None:
-    digest = compute_folder_sha256(tmp_path / "sent")
+    digest = compute_folder_sha256(tmp_path / "%20")
     with own_tracked.storage.engine.connect() as connection:
         assert read_model_sha256(connection, own_model) == digest
     promote(own_tracked.stored, own_tracked.tracking)
@@ -148,7 +148,7 @@ def test_the_digest_of_the_files_is_recorded_with_the_trial_and_the_promotion(
     assert version.tags["hpsearch.model_sha256"] == digest
     assert f"sha256 {digest}" in version.description
     shell = "cd $0 && find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
-    said = subprocess.run(["sh", "-c", shell, tmp_path / "sent"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(["sh", "-c", shell, tmp_path / "%20"], capture_output=True, text=True, check=True).stdout
     assert said.split()[0] == digest
 
 

@@ -149,6 +149,21 @@ def test_postgres_restarts_after_sigkill(old: EmbeddedPostgres) -> None:
         assert cursor.fetchone() == (1,)
 
 
+def test_a_server_is_found_in_its_moved_home_and_not_in_a_copy(old: EmbeddedPostgres) -> None:
+    port, home = old.attach(), old.folder.parent
+    copy = EmbeddedPostgres(home.with_name("copy") / "postgres", old.log)
+    copy.data_folder.mkdir(parents=True)
+    shutil.copy(old.data_folder / "postmaster.pid", copy.data_folder)
+    assert copy.find_process() is None
+    moved = EmbeddedPostgres(home.with_name("moved") / "postgres", old.log)
+    home.rename(home.with_name("moved"))
+    try:
+        assert moved.attach() == port
+        assert old.find_process() is None
+    finally:
+        home.with_name("moved").rename(home)
+
+
 @pytest.mark.parametrize("pid", ["ours", "init", "garbage"])
 def test_a_stale_pid_file_is_ignored(old: EmbeddedPostgres, pid: str) -> None:
     port = old.read_port()

@@ -17,15 +17,21 @@ import optuna
 import psutil
 import psycopg2
 import pytest
+from optuna.study import StudyDirection
 
 from hpsearch.search.services import DASHBOARD_COMMAND
+from hpsearch.storage.attributes import RUN_URL
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import process, web_service
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.embedded.stack import StackInfo, down, find_running, read_status, revive, up
 from hpsearch.storage.embedded.state import StackState, load_state
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.harness import Zygote
+from tests.full_disk import full_disk
 from tests.waiting import wait_for
 from tests.web import open_url
 
@@ -148,6 +154,9 @@ def test_up_is_idempotent_and_all_services_work(home: Path, tmp_path: Path) -> N
     assert Path(got).read_text() == "abc"
     stored = [path for path in (home / "artifacts").rglob("*") if path.is_file()]
     assert [path.read_text() for path in stored] == ["abc"]
+    tracking = Tracking(stack.tracking_uri)
+    remove_probe(tracking, write_probe(tracking))
+    assert [path for path in (home / "artifacts").rglob("*") if path.is_file()] == stored
 
 
 def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> None:
@@ -319,10 +328,39 @@ def test_the_stack_runs_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_fo
     assert _processes(home) == []
 
 
+@pytest.mark.soak  # its parts: test_web_service.py, test_postgres.py and test_mlflow_links.py
+def test_a_home_that_is_moved_while_its_services_run(own_stack: StackInfo) -> None:
+    """Its MLflow gets another port too."""
+    home, before = own_stack.home, load_state(own_stack.home)
+    assert before is not None
+    assert before.mlflow.port is not None
+    storage = open_storage(own_stack.storage_url, application_name="test")
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "moved")
+    storage.set_study_user_attr(study_id, RUN_URL, f"{own_stack.tracking_uri}/#/experiments/1/runs/r")
+    storage.engine.dispose()
+    moved = home.with_name("moved")
+    home.rename(moved)
+    try:
+        assert find_running(moved) is None, "MLflow and the dashboard have the former path"
+        assert len(down(moved)) == 3
+        assert _processes(home) == _processes(moved) == []
+        with socket.create_server(("127.0.0.1", before.mlflow.port)):
+            stack = up(moved, dashboard=DASHBOARD_COMMAND)
+        _works(stack)
+        assert stack.tracking_uri != own_stack.tracking_uri
+        attrs = open_storage(stack.storage_url, application_name="test").get_study_user_attrs(study_id)
+        assert attrs[RUN_URL] == f"{stack.tracking_uri}/#/experiments/1/runs/r"
+        down(moved)
+    finally:
+        moved.rename(home)
+
+
 def test_down_stops_all_services_also_without_the_state_file(own_stack: StackInfo) -> None:
+    """And on a full disk."""
     home = own_stack.home
     (home / "stack.json").unlink()
-    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
+    with full_disk():
+        assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
     assert _processes(home) == []
     assert down(home) == []
     assert _states(home) == dict.fromkeys(_NAMES, "stopped")

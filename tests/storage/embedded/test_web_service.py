@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -172,3 +173,36 @@ def test_a_lost_or_broken_state_file_is_ignored(tmp_path: Path, content: str | N
     if content is not None:
         (tmp_path / "stack.json").write_text(content)
     assert load_state(tmp_path) is None
+
+
+def test_a_service_in_a_moved_home_is_found_and_restarted(tmp_path: Path) -> None:
+    former, current = tmp_path / "former", tmp_path / "current"
+    former.mkdir()
+    before = pid_of(Small(former).up())
+    former.rename(current)
+    moved = Small(current)
+    state = load_state(current)
+    assert state is not None
+    moved.state = state
+    try:
+        assert not moved.state.mlflow.is_of(current)
+        assert pid_of(moved.found()) == before
+        assert pid_of(moved.up()) != before
+        assert moved.state.mlflow.is_of(current)
+        former.mkdir()
+        assert Small(former).found().stop() is None, "another home at the former path"
+    finally:
+        moved.found().stop()
+    assert not psutil.pid_exists(before)
+
+
+def test_a_copied_home_does_not_use_the_service_of_the_original(small: Small, tmp_path: Path) -> None:
+    service = small.up()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    copy = Small(tmp_path / "copy")
+    state = load_state(copy.home)
+    assert state is not None
+    copy.state = state
+    assert copy.found().find() is None
+    assert copy.found().stop() is None
+    assert service.is_healthy()

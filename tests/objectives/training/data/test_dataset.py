@@ -107,7 +107,7 @@ def test_data_that_cannot_be_trained_on_is_refused(splits, message):
     ("train", "val", "message"),
     [
         ([0, 1, 2, 1], [0, 1, 2, 3], r"validation labels are in \[0, 3\], but must be in \[0, 2\]"),
-        ([0, 1, -1, 1], [0, 1, 1, 1], r"train labels are in \[-1, 1\]"),
+        ([0, 1, -1, 1], [0, 1, 1, 1], r"train labels are in \[-1, 1\], but classes are numbered from 0; add 1 to"),
     ],
 )
 def test_labels_missing_in_the_train_split_are_rejected(train, val, message):

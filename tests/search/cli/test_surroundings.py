@@ -1,0 +1,114 @@
+"""Commands with full or closed outputs, on a full disk, in a deleted folder, and interrupted while they are loaded."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+import pytest
+
+from hpsearch.search.cli import main
+from hpsearch.search.errors import SearchError
+from hpsearch.search.process import EXIT_FILE_VARIABLE
+from hpsearch.search.report.table_file import write_table
+from tests.factories import LOOP_OBJECTIVE
+from tests.full_disk import full_disk
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_full_output_ends_a_command_with_one_line(
+    monkeypatch, capsys: pytest.CaptureFixture[str], is_buffered: bool
+) -> None:
+    device = Path("/dev/full")
+    unbuffered = io.TextIOWrapper(cast(Any, device.open("wb", buffering=0)), write_through=True)
+    with device.open("w") if is_buffered else unbuffered as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["--help"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "hpsearch: the output cannot be written (No space left on device)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "loop.py"], "hpsearch: the output cannot be written (File too large)\n"),
+        (["init", "new.py"], "hpsearch: new.py cannot be written: File too large\n"),
+    ],
+    ids=["train", "init"],
+)
+def test_a_full_disk_ends_a_command_with_one_line(
+    monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP_OBJECTIVE)
+    with full_disk(), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code in {1, 2}
+    assert capsys.readouterr().err == message
+    assert not (tmp_path / "new.py").exists()
+
+
+def test_a_file_without_content_is_not_left_on_a_full_disk(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(SearchError, match=r"File too large; choose another file$"):
+        write_table(pd.DataFrame({"a": [1]}), tmp_path / "trials.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_deleted_working_folder_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 2
+    message = "hpsearch: the working directory was deleted; change to an existing folder\n"
+    assert capsys.readouterr() == ("", message)
+
+
+_INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "hpsearch.search.cli":
+            os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+
+sys.meta_path.insert(0, Finder())
+from hpsearch.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
+    command = [sys.executable, "-c", _INTERRUPTED, "SIGINT"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
+
+
+def test_a_worker_reports_a_stop_before_it_is_loaded(tmp_path: Path) -> None:
+    """Otherwise its fleet would attribute the exit to code of the objective."""
+    environment = {**os.environ, EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED, "SIGTERM"], env=environment, check=False)
+    assert (done.returncode, (tmp_path / "exit").read_text()) == (143, "143")
+
+
+def test_closed_streams_are_replaced_by_the_null_device(tmp_path: Path) -> None:
+    code = f"""
+from hpsearch.__main__ import open_standard_streams
+open_standard_streams()
+import os, sys
+with open({str(tmp_path / "file")!r}, "w") as file:
+    print("to nowhere")
+    file.write(f"{{file.fileno() > 2}} {{sys.stdin.read()!r}} {{os.path.samefile('/dev/null', '/dev/fd/2')}}")
+"""
+    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
+    assert (tmp_path / "file").read_text() == "True '' True"
