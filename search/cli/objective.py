@@ -164,7 +164,7 @@ def train(
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if isinstance(found, Objective):  # a custom training loop has its own data
         with _print_warnings():
-            leaks = find_data_leaks(found, prepare_splits(found, plan.split_seed)[0])
+            leaks = find_data_leaks(found, *prepare_splits(found, plan.split_seed))
         for leak in leaks.values():
             echo(f"warning: {leak}", err=True)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"

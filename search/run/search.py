@@ -56,7 +56,14 @@ class RunResult:
 
 
 def run_search(
-    services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
+    services: Services,
+    study: StoredStudy,
+    options: WorkerOptions,
+    *,
+    workers: int,
+    created: bool,
+    console: Console,
+    loaded: BaseObjective | None = None,
 ) -> RunResult:
     """Run a study with a fleet until its budget is spent, its timeout expires, or it is stopped.
 
@@ -67,6 +74,7 @@ def run_search(
         workers: number of workers; 0 only prepares the study.
         created: whether the study is new.
         console: console for the live view and the result.
+        loaded: the objective, if this process has loaded it before; see `StoredStudy.objective`.
 
     Raises:
         SearchError: the study was already stopped, it was deleted during the run, or its database became unavailable.
@@ -78,7 +86,7 @@ def run_search(
     with show_steps(console) as show_step:
         if workers:
             require_measurable(spec, options.device)
-        objective = study.objective()
+        objective = study.objective(loaded=loaded)
         services = resolve_tracking(services, study, required=options.tracking_required)
         start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)

@@ -22,6 +22,23 @@ _MIN_NEAR_SAMPLES = 3
 
 KINDS = ("shared_samples", "near_duplicates", "target_in_features")
 
+# Of the last splits, by their hash: a command checks its data before the training and for the report, and a worker
+# trains many trials on one split.
+_LEAKS: dict[str, dict[str, str]] = {}
+
+
+def find_leaks_once(splits: Splits, split_hash: str) -> dict[str, str]:
+    """Return the result of `find_leaks`, which is computed again only for splits with another hash.
+
+    Raises:
+        ObjectiveError: as for `find_leaks`.
+    """
+    if split_hash not in _LEAKS:
+        found = find_leaks(splits)
+        _LEAKS.clear()
+        _LEAKS[split_hash] = found
+    return _LEAKS[split_hash]
+
 
 def find_leaks(splits: Splits) -> dict[str, str]:
     """Return the signs of leakage in data that are in memory: a description by kind, one of `KINDS`.
