@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 from mlflow.exceptions import MlflowException
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import BUILTIN
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.api.opening import publish_change, sync_mlflow_promotions
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError

@@ -21,7 +21,7 @@ from hpsearch.search.process import EXIT_INTERRUPTED
 from hpsearch.search.spec.spec import OBJECTIVE_HELP
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
     from hpsearch.objectives.training.reports.report import Setting
     from hpsearch.objectives.training.result import RunResult
 

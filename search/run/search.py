@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.objective import Objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.headline import make_extend_options

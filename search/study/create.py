@@ -20,10 +20,11 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
-from hpsearch.objectives.objective import BaseObjective, Objective, overrides
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.search.console import format_command, show_steps

@@ -15,8 +15,8 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
