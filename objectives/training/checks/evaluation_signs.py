@@ -56,8 +56,8 @@ def find_dependence_on_inputs(run: Run, batch: Batch) -> str:
 
 def find_active_dropout(run: Run, batch: Batch) -> str:
     """Return a sign if dropout is active in evaluation mode; empty otherwise."""
-    with evaluation_mode(run.model, run.device, "evaluation"), _DropoutDetector() as detector:
-        run.step_function(run.model, batch, nullcontext())
+    with _DropoutDetector() as detector:
+        compute_evaluation_loss(run, batch)
     if detector.found is None:
         return ""
     remedy = "dropout_p=p if self.training else 0.0" if detector.found == _ATTENTION else "training=self.training"
@@ -122,9 +122,12 @@ def find_evaluation_gap(run: Run, batch: Batch, before: float, floor: float | No
 
 
 def compute_evaluation_loss(run: Run, batch: Batch) -> float:
-    """Return the loss of the batch in evaluation mode."""
-    with evaluation_mode(run.model, run.device, "evaluation"):
-        return float(run.step_function(run.model, batch, nullcontext()).loss)
+    """Return the loss of the batch in evaluation mode; NaN if the step accepts training samples in training only."""
+    try:
+        with evaluation_mode(run.model, run.device, "evaluation"):
+            return float(run.step_function(run.model, batch, nullcontext()).loss)
+    except Exception:  # of the user's step, which may use other samples for the evaluation
+        return math.nan
 
 
 def _compute_training_loss(run: Run, batch: Batch, purpose: str) -> float:
