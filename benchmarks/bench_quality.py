@@ -36,8 +36,8 @@ import sqlalchemy as sa
 
 from benchmarks.bench_search import clean_environment, log_progress, services
 from benchmarks.plain_quality import measure_truth
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_objective
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.fleet.cores_and_gpus import count_cores, thread_environment
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack

@@ -36,6 +36,7 @@ PACKAGES = (
     "storage.backup",
     # objectives: the training
     *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metric_names"),
+    "objectives.base_objective",
     "objectives.training",
     "objectives.training.ranks",
     "objectives.training.reproducibility",

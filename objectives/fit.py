@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, RestoredLoop, config_from_json, restore_loop
 from hpsearch.objectives.custom_loop.run import LoopResult, LoopRun
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import wrap_function
 from hpsearch.objectives.errors import ObjectiveError, find_source_file, format_path, format_user_error, suggest_names
-from hpsearch.objectives.objective import BaseObjective
 
 BUILTIN: dict[str, str] = {
     "digits": "hpsearch.objectives.builtin.digits:Digits",

@@ -22,7 +22,7 @@ import numpy as np
 from optuna.distributions import IntDistribution
 
 from benchmarks.search_quality.space import distributions
-from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.search_space import TrialProtocol
 
 EPOCHS = 52

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.builtin.denoise import Denoise
 from hpsearch.objectives.builtin.gan import Gan
 from hpsearch.objectives.builtin.series import Series
-from hpsearch.objectives.objective import BaseObjective
 
 NO_END = 10**6
 

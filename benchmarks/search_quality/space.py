@@ -11,7 +11,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.base_objective import BaseObjective
 
 Params = Mapping[str, Any]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
-from hpsearch.objectives.objective import BaseObjective
 
 if TYPE_CHECKING:
     import torch

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.folder import (
     choose_checkpoint_folder,
     empty_folder,
@@ -20,7 +21,6 @@ from hpsearch.objectives.custom_loop.folder import (
 )
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metric_names import get_metric_value
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.evaluation.evaluate import is_metric_name

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from optuna.trial import FrozenTrial
 
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
     from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
@@ -60,6 +60,7 @@ class Study:
         self._services = services
         self._storage = stored.storage
         self._is_new = False
+        self._loaded: BaseObjective | None = None
 
     # --- create and open ---
 
@@ -108,9 +109,9 @@ class Study:
             from hpsearch.search.tracking.tracker import check_trackers
 
             addresses = resolve_addresses(where)
-            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_trackers)
-        study = cls(stored, services)
-        study._is_new = created
+            begun = begin_search(given, addresses, PlainConsole(), enqueue, check=check_trackers)
+        study = cls(begun.study, begun.services)
+        study._is_new, study._loaded = begun.is_new, begun.objective
         return study
 
     @classmethod
@@ -165,7 +166,16 @@ class Study:
         from hpsearch.search.run.search import run_search
 
         is_new, self._is_new = self._is_new, False
-        ran = run_search(self._services, self._stored, options, workers=workers, created=is_new, console=PlainConsole())
+        loaded, self._loaded = self._loaded, None  # it keeps the prepared data in memory
+        ran = run_search(
+            self._services,
+            self._stored,
+            options,
+            workers=workers,
+            created=is_new,
+            console=PlainConsole(),
+            loaded=loaded,
+        )
         _raise_early_end(interrupted=ran.is_interrupted, gave_up=() if ran.is_finished or ran.stopped else ran.gave_up)
         return ran.summary
 

@@ -21,7 +21,7 @@ from hpsearch.search.process import EXIT_INTERRUPTED
 from hpsearch.search.spec.spec import OBJECTIVE_HELP
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
     from hpsearch.objectives.training.reports.report import Setting
     from hpsearch.objectives.training.result import RunResult
 
@@ -165,7 +165,7 @@ def train(
     plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NO_INSTRUMENTS
     if isinstance(found, Objective):  # a custom training loop has its own data
         with _print_warnings():
-            leaks = find_data_leaks(found, prepare_splits(found, plan.split_seed)[0])
+            leaks = find_data_leaks(found, *prepare_splits(found, plan.split_seed))
         for leak in leaks.values():
             echo(f"warning: {leak}", err=True)
     for option, is_given in (("--profile", profile), ("--tensorboard", tensorboard), ("--test", test)):

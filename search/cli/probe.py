@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, format_path
 from hpsearch.objectives.loading import BUILTIN, load_objective, locate_source, normalize_reference
-from hpsearch.objectives.objective import BaseObjective
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _SECONDS = 10  # the import itself reports errors of slower imports, as far as the process survives them

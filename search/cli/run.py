@@ -54,10 +54,10 @@ def run(
     check_import(str(settings.values["objective"]))
     console = PlainConsole()
     with replace_flags_in_errors(settings.file_keys, settings.file):
-        services, study, created = begin_search(
+        services, study, is_new, objective = begin_search(
             settings.values, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
         )
-    ran = run_search(services, study, options, workers=workers, created=created, console=console)
+    ran = run_search(services, study, options, workers=workers, created=is_new, console=console, loaded=objective)
     if ran.is_interrupted:
         return EXIT_INTERRUPTED
     return 0 if not workers or (ran.is_finished and not ran.stopped and ran.summary.best is not None) else 1

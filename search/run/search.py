@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.objective import Objective
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.headline import make_extend_options
@@ -56,7 +57,14 @@ class RunResult:
 
 
 def run_search(
-    services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
+    services: Services,
+    study: StoredStudy,
+    options: WorkerOptions,
+    *,
+    workers: int,
+    created: bool,
+    console: Console,
+    loaded: BaseObjective | None = None,
 ) -> RunResult:
     """Run a study with a fleet until its budget is spent, its timeout expires, or it is stopped.
 
@@ -67,6 +75,7 @@ def run_search(
         workers: number of workers; 0 only prepares the study.
         created: whether the study is new.
         console: console for the live view and the result.
+        loaded: the objective, if this process has loaded it before; see `StoredStudy.objective`.
 
     Raises:
         SearchError: the study was already stopped, it was deleted during the run, or its database became unavailable.
@@ -78,7 +87,7 @@ def run_search(
     with show_steps(console) as show_step:
         if workers:
             require_measurable(spec, options.device)
-        objective = study.objective()
+        objective = study.objective(loaded=loaded)
         services = resolve_tracking(services, study, required=options.tracking_required)
         start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)

@@ -10,7 +10,7 @@ from hpsearch.search.spec.kinds import RegisteredOptions
 if TYPE_CHECKING:  # invalid settings are rejected without loading Optuna
     from optuna.samplers import BaseSampler
 
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
 
 
 class SamplerSpec(RegisteredOptions):

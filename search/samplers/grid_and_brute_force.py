@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
     from hpsearch.search.samplers.known_trials import States
 
 

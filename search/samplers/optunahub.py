@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optuna.samplers import BaseSampler
 
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
 
 INSTALL_COMMAND = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on all machines"
 

@@ -15,8 +15,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.trial import FrozenTrial
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.database.locks import suggestion_lock

@@ -16,7 +16,7 @@ from hpsearch.search.spec.multi_objective import parse_constraints, resolve_metr
 from hpsearch.search.spec.spec import BUDGETS, KEY_BY_FLAG, MAX_TRIALS, StudySpec, get_option_name, parse_spec
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
-    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.base_objective import BaseObjective
 
 
 _NAMED_KINDS = frozenset({"sampler", "pruner"})

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
@@ -20,10 +20,11 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
-from hpsearch.objectives.objective import BaseObjective, Objective, overrides
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.search.console import format_command, show_steps
@@ -228,8 +229,8 @@ def _create(
         LEAKS: {},
     }
     if isinstance(objective, Objective):  # a custom training loop has its own data
-        splits, _ = prepare_splits(objective, spec.seed)
-        attrs |= {LEAKS: find_data_leaks(objective, splits), VAL_SAMPLES: len(splits.val)}
+        splits, split_hash = prepare_splits(objective, spec.seed)
+        attrs |= {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: len(splits.val)}
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds
 
@@ -273,6 +274,15 @@ def get_study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
     return [optuna.study.StudyDirection[direction.upper()] for direction in spec.direction_by_metric.values()]
 
 
+class BegunSearch(NamedTuple):
+    """A study that is ready for workers, whether it is new, and its objective as this process has loaded it."""
+
+    services: Services
+    study: StoredStudy
+    is_new: bool
+    objective: BaseObjective
+
+
 def begin_search(
     settings: dict[str, Any],
     where: Addresses,
@@ -281,7 +291,7 @@ def begin_search(
     *,
     tracking_required: bool = False,
     check: Callable[[StudySpec], None] = lambda _: None,
-) -> tuple[Services, StoredStudy, bool]:
+) -> BegunSearch:
     """Create or join the study that `settings` describe, and prepare it for workers.
 
     Args:
@@ -291,9 +301,6 @@ def begin_search(
         enqueue: configurations to run before sampled configurations.
         tracking_required: whether the tracking server must be available.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
-
-    Returns:
-        The services, the study, and whether it is new.
 
     Raises:
         SearchError: a setting is invalid or differs from the stored spec.
@@ -321,7 +328,7 @@ def begin_search(
         start_timeout(study)
         if checkpoint_url is not None:
             store_checkpoint_url(study, checkpoint_url)
-    return services, study, created
+    return BegunSearch(services, study, created, objective)
 
 
 def start_timeout(study: StoredStudy) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, TextFixedTrial
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error

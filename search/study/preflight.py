@@ -12,8 +12,9 @@ import optuna
 import torch
 
 from hpsearch.kill_points import kill_point
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import MetricError, ObjectiveError, wrap_user_errors
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.step_functions import bind_export

@@ -15,8 +15,8 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.services import Services, probe_tracking
@@ -156,11 +156,13 @@ class StoredStudy:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
 
-    def objective(self, *, allow_changed: bool = False) -> BaseObjective:
+    def objective(self, *, allow_changed: bool = False, loaded: BaseObjective | None = None) -> BaseObjective:
         """Load the study's objective, and set the metrics that the objective optimizes and reports.
 
         Args:
             allow_changed: whether to import code that has changed since the study was created; see `check_source`.
+            loaded: an objective that this process has loaded before; it is returned, with the data that it has
+                prepared, unless the study's reference leads to another class by now.
 
         Raises:
             SearchError: the user has to confirm the objective's code.
@@ -172,6 +174,8 @@ class StoredStudy:
             objective = load_objective(reference)
         else:
             objective = load_checked_objective(reference, code.file, code.sha256)
+        if loaded is not None and type(loaded) is type(objective):
+            objective = loaded
         set_metrics(objective, self.spec)
         return objective
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.fit import rebuild_result
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult

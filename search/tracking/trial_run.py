@@ -14,7 +14,7 @@ from typing import Any
 from optuna.trial import TrialState
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reproducibility.environment import describe_environment
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord

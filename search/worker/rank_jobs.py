@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.kill_points import kill_point
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import RankLostError, Ranks, current_ranks
 from hpsearch.objectives.training.result import RunResult

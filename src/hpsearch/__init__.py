@@ -12,13 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpsearch.objectives.base_objective import BaseObjective as BaseObjective
     from hpsearch.objectives.custom_loop.loop_objective import LoopObjective as LoopObjective
     from hpsearch.objectives.errors import ObjectiveError as ObjectiveError
     from hpsearch.objectives.loading import BUILTIN as BUILTIN
     from hpsearch.objectives.loading import load_objective as load_objective
     from hpsearch.objectives.loading import objective_reference as objective_reference
     from hpsearch.objectives.loading import source_hash as source_hash
-    from hpsearch.objectives.objective import BaseObjective as BaseObjective
     from hpsearch.objectives.objective import Objective as Objective
     from hpsearch.objectives.training.config import TrainConfig as TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch as Batch
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "objectives.errors": ("ObjectiveError",),
     "objectives.loading": ("BUILTIN", "load_objective", "objective_reference", "source_hash"),
-    "objectives.objective": ("BaseObjective", "Objective"),
+    "objectives.base_objective": ("BaseObjective",),
+    "objectives.objective": ("Objective",),
     "objectives.custom_loop.loop_objective": ("LoopObjective",),
     "objectives.training.config": ("TrainConfig",),
     "objectives.training.data.dataset": ("Batch", "Dataset"),

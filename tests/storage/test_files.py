@@ -138,5 +138,7 @@ def test_a_name_with_a_line_feed_cannot_imitate_two_files(tmp_path: Path) -> Non
     assert compute_folder_sha256(two) == hashlib.sha256(sums.encode()).hexdigest()
     (one / f"a\n{sums.splitlines()[1]}").write_text("code")
     assert compute_folder_sha256(one) != compute_folder_sha256(two)
-    sums = subprocess.run(["sha256sum", *(path.name for path in one.iterdir())], cwd=one, capture_output=True, check=True).stdout
+    sums = subprocess.run(
+        ["sha256sum", *(path.name for path in one.iterdir())], cwd=one, capture_output=True, check=True
+    ).stdout
     assert compute_folder_sha256(one) == hashlib.sha256(sums).hexdigest()

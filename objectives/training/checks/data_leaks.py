@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.training.data.leakage import KINDS, find_leaks
+from hpsearch.objectives.training.data.leakage import KINDS, find_leaks_once
 from hpsearch.objectives.training.data.splits import Splits
 
 
-def find_data_leaks(objective: Objective, splits: Splits) -> dict[str, str]:
+def find_data_leaks(objective: Objective, splits: Splits, split_hash: str) -> dict[str, str]:
     """Return the signs of leakage in the splits of an objective, by kind, except those in `ignored_leaks`.
 
     Raises:
@@ -17,5 +17,5 @@ def find_data_leaks(objective: Objective, splits: Splits) -> dict[str, str]:
     owner = type(objective).__name__
     if unknown := sorted(set(objective.ignored_leaks) - set(KINDS)):
         raise ObjectiveError(f"{owner}.ignored_leaks has {unknown[0]!r}; choose from {', '.join(KINDS)}")
-    leaks = find_leaks(splits)
+    leaks = find_leaks_once(splits, split_hash)
     return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}

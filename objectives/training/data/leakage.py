@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import Counter
+import math
 from collections.abc import Iterator
 
 import torch
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.equal_samples import bound_probability_of_equal_samples
 from hpsearch.objectives.training.data.near_duplicates import count_near_duplicates
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.target_feature import find_target_feature
+from hpsearch.objectives.training.data.target_feature import count_targets_in_inputs, find_target_feature
 from hpsearch.objectives.training.data.tree import tensors
 
 _MIN_SHARE = 0.01  # of a split; fewer shared samples can be natural, and change the score little
+_DEVIATIONS = 3.0  # standard deviations of a number of shared samples that can be chance
 _MIN_NEAR_SHARE = 0.02  # of the compared samples; fewer near duplicates change the score little
 _MIN_NEAR_SAMPLES = 3
+_MIN_TARGET_SHARE = 0.5  # of a split; windows at the end of the training split overlap with later ones naturally
 
 KINDS = ("shared_samples", "near_duplicates", "target_in_features")
+
+# Of the last splits, by their hash: a command checks its data before the training and for the report, and a worker
+# trains many trials on one split.
+_LEAKS: dict[str, dict[str, str]] = {}
+
+
+def find_leaks_once(splits: Splits, split_hash: str) -> dict[str, str]:
+    """Return the result of `find_leaks`, which is computed again only for splits with another hash.
+
+    Raises:
+        ObjectiveError: as for `find_leaks`.
+    """
+    if split_hash not in _LEAKS:
+        found = find_leaks(splits)
+        _LEAKS.clear()
+        _LEAKS[split_hash] = found
+    return _LEAKS[split_hash]
 
 
 def find_leaks(splits: Splits) -> dict[str, str]:
@@ -31,9 +51,9 @@ def find_leaks(splits: Splits) -> dict[str, str]:
     """
     digests = {name: list(_digest_inputs(part)) for name, part in splits.parts() if part.in_memory}
     found = {
-        "shared_samples": _describe_shared_samples(digests),
+        "shared_samples": _describe_shared_samples(splits, digests),
         "near_duplicates": _describe_near_duplicates(splits, digests),
-        "target_in_features": _describe_target_feature(splits.train),
+        "target_in_features": _describe_target_feature(splits.train) or _describe_targets_in_inputs(splits),
     }
     return {kind: sign for kind, sign in found.items() if sign is not None}
 
@@ -51,6 +71,16 @@ def _describe_target_feature(train: Dataset) -> str | None:
     return None if feature is None else f"{feature} alone predicts the target almost perfectly; remove it from x"
 
 
+def _describe_targets_in_inputs(splits: Splits) -> str | None:
+    """Return the shares of targets that the training inputs contain; None if they are few."""
+    lines = []
+    for name, part in (("validation", splits.val), ("test", splits.test)):
+        found = count_targets_in_inputs(part, splits.train)
+        if found and found >= _MIN_TARGET_SHARE * len(part):
+            lines.append(f"{found} of {len(part)} {name} targets are values in train inputs")
+    return f"{', '.join(lines)}: split by times" if lines else None
+
+
 def _describe_near_duplicates(splits: Splits, digests: dict[str, list[bytes]]) -> str | None:
     """Return the shares of samples with near duplicates in another split, by pairs of splits; None if they are few."""
     parts, lines = dict(splits.parts()), []
@@ -63,17 +93,13 @@ def _describe_near_duplicates(splits: Splits, digests: dict[str, list[bytes]]) -
     return f"{', '.join(lines)}: split by groups, or remove the duplicates" if lines else None
 
 
-def _describe_shared_samples(digests: dict[str, list[bytes]]) -> str | None:
-    """Return the numbers of shared samples of the pairs of splits; None if they are few.
-
-    Samples with few features repeat naturally, also within a split.
-    """
-    lines = []
+def _describe_shared_samples(splits: Splits, digests: dict[str, list[bytes]]) -> str | None:
+    """Return the numbers of shared samples of the pairs of splits; None if they are few, or can be chance."""
+    lines, probability = [], bound_probability_of_equal_samples(splits.train, digests.values())
     for (first, ours), (second, theirs) in itertools.combinations(digests.items(), 2):
-        counts = Counter(ours)
-        shared = sum(digest in counts for digest in theirs)
-        repeated = sum(count for count in counts.values() if count > 1) / len(ours)
-        if shared <= len(theirs) * max(_MIN_SHARE, 2 * repeated):
+        known, expected = set(ours), probability * len(ours) * len(theirs)
+        shared = sum(digest in known for digest in theirs)
+        if shared <= max(_MIN_SHARE * len(theirs), expected + _DEVIATIONS * math.sqrt(expected)):
             continue
         if shared == len(theirs):
             raise ObjectiveError(

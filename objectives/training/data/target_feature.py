@@ -1,4 +1,4 @@
-"""A feature of the inputs that is a copy of the target, or predicts it almost perfectly."""
+"""Targets among the inputs: a feature that predicts the target almost perfectly, or targets of other samples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _MAX_FEATURES = 10_000  # of a sample; data with more are images or signals, in 
 _MAX_SAMPLES = 1000  # compared samples
 _MIN_SAMPLES = 8  # with fewer samples, a feature can determine the target by chance
 _MIN_MINORITY = 5  # samples outside the largest class, likewise
+_MIN_MINORITY_OF_RANGES = 20  # likewise, for ranges of values: those of a good feature may be separate by chance
 _MAX_ERRORS = 0.01  # of the samples outside the largest class
 _RANK_CORRELATION = 1 - 1e-5  # absolute value from which a feature is a copy of a numeric target
+_MIN_DISTINCT = 0.9  # share of distinct targets; rounded targets are equal to other values by chance
+_MAX_VALUES = 1_000_000  # compared input values; the more values, the more are equal in float32 by chance
 
 
 def find_target_feature(train: Dataset) -> str | None:
@@ -39,6 +42,23 @@ def find_target_feature(train: Dataset) -> str | None:
     if len(np.unique(values)) < 2:
         return None
     return next((name for name, column in _iterate_features(train, rows) if is_copy(column, values)), None)
+
+
+def count_targets_in_inputs(part: Dataset, train: Dataset) -> int:
+    """Return the number of targets of `part` that are values in the inputs of `train`, as in windows of a time series.
+
+    The result is 0 unless the targets are numbers of which almost all differ.
+    """
+    y = part.y
+    if not (part.in_memory and train.in_memory) or not isinstance(y, Tensor) or not y.dtype.is_floating_point:
+        return 0
+    found = [tensor for _, tensor in tensors(train.x) if tensor.dtype == y.dtype]
+    values = sum(tensor[0].numel() for tensor in found)
+    if y.numel() != len(y) or len(torch.unique(y)) < _MIN_DISTINCT * len(y) or not 0 < values <= _MAX_FEATURES:
+        return 0
+    rows = torch.from_numpy(np.random.default_rng(0).permutation(len(train))[: _MAX_VALUES // values].copy())
+    inputs = torch.cat([tensor[rows].flatten() for tensor in found])
+    return int(torch.isin(y.flatten(), inputs).sum())
 
 
 def _iterate_features(train: Dataset, rows: Tensor) -> Iterator[tuple[str, Rows]]:
@@ -70,7 +90,7 @@ def _predicts_class(column: Rows, labels: Rows) -> bool:
         return False
     has_value_per_class = len(groups) == len(classes)
     changes = int(np.count_nonzero(np.diff(majority)))
-    return has_value_per_class or (minority >= _MIN_MINORITY and changes <= changes_allowed - 2 * errors)
+    return has_value_per_class or (minority >= _MIN_MINORITY_OF_RANGES and changes <= changes_allowed - 2 * errors)
 
 
 def _is_copy_of_number(column: Rows, target: Rows) -> bool:

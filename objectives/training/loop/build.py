@@ -17,10 +17,10 @@ from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
 from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import bind_forward
-from hpsearch.objectives.training.loop.cross_fit import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measure_model import ModelMeasurer, apply_memory_format, compile_model
 from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.resplit_evaluation import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, Run
 from hpsearch.objectives.training.loop.sanity_checks import check_classes, check_epoch, check_ranks, sanity_check
 from hpsearch.objectives.training.loop.step_functions import (

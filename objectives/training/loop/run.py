@@ -23,9 +23,10 @@ from hpsearch.objectives.training.evaluation.evaluate import (
 )
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import StepFunction
-from hpsearch.objectives.training.loop.cross_fit import CrossFit, ResplitEvaluation
+from hpsearch.objectives.training.loop.cross_fit import CrossFit
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measure_model import ModelMeasurer
+from hpsearch.objectives.training.loop.resplit_evaluation import ResplitEvaluation
 from hpsearch.objectives.training.loop.steplog import StepLog
 from hpsearch.objectives.training.optimizers.averaging import WeightAveraging
 from hpsearch.objectives.training.optimizers.optimizer import SAM, Precision

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.leakage import find_leaks
+from hpsearch.objectives.training.data.leakage import find_leaks_once
 from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ _VANISHED_NORM = 1e-7  # norm of a layer's gradient below which the gradient has
 
 
 _MIN_STEPS = 8  # evenly spaced records that represent a run
-
-
-_LEAKS: dict[str, list[str]] = {}  # of the last split, by its hash: a worker trains many trials on one split
 
 
 _EXPLODED_FACTOR = 100  # relative to the first quarter of the run, because a summed loss always has large gradients
@@ -48,14 +45,10 @@ def describe_leakage(run: Run, result: FitResult) -> list[str]:
 
 
 def _list_leaks(splits: Splits, split_hash: str) -> list[str]:
-    if split_hash not in _LEAKS:
-        try:
-            found = list(find_leaks(splits).values())
-        except ObjectiveError as error:  # the training is over; its report is worth more than the error
-            found = [str(error)]
-        _LEAKS.clear()
-        _LEAKS[split_hash] = found
-    return _LEAKS[split_hash]
+    try:
+        return list(find_leaks_once(splits, split_hash).values())
+    except ObjectiveError as error:  # the training is over; its report is worth more than the error
+        return [str(error)]
 
 
 def is_same_curve(train: Sequence[float], val: Sequence[float]) -> bool:

@@ -21,6 +21,16 @@ class Leaking(Wine):
         return Splits(splits.train, {val}, {test})
 """
 
+COUNTED = """
+class Counted(Wine):
+    def data(self, seed):
+        with open("loads", "a") as file:
+            file.write(".")
+        return super().data(seed)
+
+Wine = Counted
+"""
+
 
 @pytest.fixture
 def leaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str) -> Path:
@@ -73,6 +83,15 @@ def test_unknown_kinds_of_leaks_are_rejected(leaking: Path, capsys: pytest.Captu
         "Leaking.ignored_leaks has 'x'; choose from shared_samples, near_duplicates, target_in_features"
         in capsys.readouterr().err
     )
+
+
+def test_the_checks_of_a_command_and_its_training_load_the_data_once(leaking: Path) -> None:
+    leaking.write_text(f"{leaking.read_text()}\n{COUNTED}")
+    assert run(leaking, "val", "splits.test") == 0
+    assert Path("loads").read_text() == ".", "preflight check, check of the data and smoke test"
+    Path("loads").unlink()
+    assert run_command(["train", f"{leaking}:Leaking", "--epochs", "1", "--test"]) == 0
+    assert Path("loads").read_text() == "."
 
 
 @pytest.mark.parametrize(

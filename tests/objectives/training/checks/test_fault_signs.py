@@ -1,11 +1,13 @@
 """Broken objectives that pass the smoke test by their loss have signs of their faults; sound ones have none."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hpsearch import ObjectiveError, Standardize, Step, TrainConfig
+from hpsearch import Dataset, ObjectiveError, Splits, Standardize, Step, TrainConfig
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from tests.objectives.training.support import Wine
 
@@ -266,7 +268,26 @@ class SingleClass(Sound):
         return Constant(1.0)
 
 
-@pytest.mark.parametrize("objective", [WithTeacher, SingleClass])
+class MarkedTraining(Sound):
+    """The step accepts training samples, which have a mark, in training mode only."""
+
+    def data(self, seed):
+        parts = [part for _, part in super().data(seed).parts()]
+        marks = [torch.full((len(part), 1), float(number == 0)) for number, part in enumerate(parts)]
+        marked = zip(parts, marks, strict=True)
+        return Splits(*(dataclasses.replace(part, x=torch.cat([part.x, mark], dim=1)) for part, mark in marked))
+
+    def model(self, config, train):
+        return self.Model(Dataset(train.x[:, :13], train.y))
+
+    def step(self, model, batch, config):
+        x, mark = batch.x[:, :13], batch.x[:, 13]
+        assert bool((mark == float(model.training)).all())
+        outputs = model(x)
+        return Step(functional.cross_entropy(outputs, batch.y, reduction="none"), outputs=outputs)
+
+
+@pytest.mark.parametrize("objective", [WithTeacher, SingleClass, MarkedTraining])
 def test_intended_and_undecided_cases_have_no_signs(objective):
     assert run_smoke_test(objective()).signs == ()
 

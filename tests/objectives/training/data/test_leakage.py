@@ -63,6 +63,27 @@ def test_samples_with_few_features_may_be_equal() -> None:
     assert find_leaks(Splits(*parts)) == {}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_with_discrete_features_may_be_equal_by_chance(seed: int) -> None:
+    codes = torch.randint(0, 9, (160, 3), generator=torch.Generator().manual_seed(seed)).repeat(1, 4)
+    assert find_leaks(Splits.make(codes, codes.roll(-1, 1), seed=seed)) == {}
+
+
+@pytest.mark.parametrize("shared", [24, 32])
+def test_samples_with_discrete_features_that_are_shared_too_often_are_found(shared: int) -> None:
+    codes = torch.randint(0, 9, (160, 3), generator=torch.Generator().manual_seed(0))
+    y = torch.arange(160) % 2
+    splits = Splits.make(codes, y, seed=0)
+    val = Dataset(torch.cat([splits.train.x[:shared], splits.val.x]), torch.cat([y[:shared], splits.val.y]))
+    found = find_leaks(Splits(splits.train, val, splits.test))
+    assert "validation inputs are also train inputs" in found["shared_samples"]
+
+
+def test_a_good_feature_may_separate_few_samples_of_a_class() -> None:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    assert find_leaks(split(x, (x[:, 0] > 1).long())) == {}
+
+
 @pytest.mark.parametrize(
     "copy",
     [lambda y: y.float(), lambda y: 7.0 - 2 * y, lambda y: torch.tensor([5.0, -1.0, 3.0])[y]],
@@ -170,6 +191,18 @@ def scale_before_split() -> Splits:
     return split((x - x.mean(0)) / x.std(0), y)
 
 
+def oversample() -> Splits:
+    """Return data whose samples of one class occur three times, before the split."""
+    x, y, _ = make_classes()
+    copies = (y == 1).long() * 2 + 1
+    return split(x.repeat_interleave(copies, 0), y.repeat_interleave(copies))
+
+
+def shuffle_windows() -> Splits:
+    windows = make_windows()
+    return split(windows[:, :6], windows[:, 6])
+
+
 BROKEN = {
     add_jittered_copies: "near_duplicates",
     split_frames: "near_duplicates",
@@ -179,6 +212,8 @@ BROKEN = {
     hide_label_in_column: "target_in_features",
     sort_by_class: "target_in_features",
     transform_target: "target_in_features",
+    shuffle_windows: "target_in_features",
+    oversample: "shared_samples",
     scale_before_split: None,  # tensors do not show this; the guide has the right pattern
 }
 
@@ -193,6 +228,22 @@ def test_near_duplicates_are_counted_for_each_pair_of_splits() -> None:
     assert find_leaks(copy_some_test_samples())["near_duplicates"] == (
         "8 of 60 test inputs are near duplicates of train inputs: split by groups, or remove the duplicates"
     )
+
+
+def make_windows() -> Tensor:
+    """Return overlapping windows [n, 7] of a time series."""
+    return torch.randn(300, generator=torch.Generator().manual_seed(0)).unfold(0, 7, 1)
+
+
+def test_targets_in_the_inputs_of_other_splits_are_counted() -> None:
+    windows = make_windows()
+    assert find_leaks(split(windows[:, :6], windows[:, 6]))["target_in_features"] == (
+        "59 of 59 validation targets are values in train inputs, 58 of 59 test targets are values in train inputs: "
+        "split by times"
+    )
+    rounded = windows.mul(10).round()
+    assert "target_in_features" not in find_leaks(split(rounded[:, :6], rounded[:, 6]))
+    assert find_leaks(Splits.make(windows[:, :6], windows[:, 6], seed=0, times=range(len(windows)))) == {}
 
 
 def make_curve() -> Tensor:
