@@ -93,15 +93,15 @@ def check_search(machine: Machine) -> Iterator[Row]:
         command = [sys.executable, "-m", "hpsearch"]
         settings = ["--trials", "8", "--epochs", "5", "--name", "gpu-check", "--seed", "0"]
         settings += ["--workers-per-gpu", "2"] if machine.device == "cuda" else ["--workers", "2"]
-        started = time.monotonic()
-        run = subprocess.Popen([*command, "run", "digits", *settings], env=environment, stdout=subprocess.DEVNULL)
-        killed = _kill_a_worker(run, [*command, "top", "gpu-check", "--json"], environment)
-        code = run.wait()
-        seconds = time.monotonic() - started
-        exported = Path(home) / "trials.json"
-        subprocess.run([*command, "export", "gpu-check", "-o", str(exported)], env=environment, check=True)
-        trials = json.loads(exported.read_text())
-        subprocess.run([*command, "down"], env=environment, stdout=subprocess.DEVNULL, check=False)
+        exported, started = Path(home) / "trials.json", time.monotonic()
+        try:
+            run = subprocess.Popen([*command, "run", "digits", *settings], env=environment, stdout=subprocess.DEVNULL)
+            killed = _kill_a_worker(run, [*command, "top", "gpu-check", "--json"], environment)
+            code, seconds = run.wait(), time.monotonic() - started
+            subprocess.run([*command, "export", "gpu-check", "-o", str(exported)], env=environment, check=True)
+            trials = json.loads(exported.read_text())
+        finally:
+            subprocess.run([*command, "down"], env=environment, stdout=subprocess.DEVNULL, check=False)
     states = [trial["state"] for trial in trials]
     ended = sum(state in {"COMPLETE", "PRUNED"} for state in states)
     detail = (

@@ -45,6 +45,8 @@ def check_import(reference: str) -> None:
 
 def _probe(reference: str) -> str | None:
     """Import an objective in a forked process; return the signal or exit code that ended it, None if none did."""
+    import torch  # noqa: F401  # before the fork, so that the forked process and the command load it once
+
     sys.stdout.flush()
     sys.stderr.flush()
     if (pid := os.fork()) == 0:
