@@ -127,7 +127,7 @@ class Bench:
         flags = [f"--{flag}={value}" for flag, value in (("name", name), ("trials", self.trials), ("seed", 0))]
         flags += [f"--epochs={self.epochs}", f"--workers={self.workers}", "--no-default-first"]
         if self.configurations:
-            _, study, _ = begin_search(settings, {"home": str(self.home)}, PlainConsole())
+            study = begin_search(settings, {"home": str(self.home)}, PlainConsole()).study
             self._enqueue(study.open())
         return [[sys.executable, "-m", "hpsearch", "run", OBJECTIVE, *flags]], "hpsearch"
 

@@ -242,7 +242,7 @@ class Bench:
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
         settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
         settings |= {"n_trials": workers * (trials + 1)}
-        _, study, _ = begin_search(settings, {"home": str(self.home)}, PlainConsole())
+        study = begin_search(settings, {"home": str(self.home)}, PlainConsole()).study
         of_study = (self.info.tracking_uri, study.spec.name, str(trials))
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
