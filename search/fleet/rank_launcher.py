@@ -165,8 +165,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     for logger in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # verbose about dead ranks
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with make_private_folder() as folder:
-        stop = _stop_ranks_on_signals(folder)
+    with make_private_folder() as folder, _stop_ranks_on_signals(folder) as stop:
         place = find_rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # otherwise the launcher opens a port on all addresses of this machine
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -224,8 +223,12 @@ def check_devices(options: WorkerOptions) -> None:
             )
 
 
-def _stop_ranks_on_signals(folder: Path) -> StopEvent:
-    """Return the stop event of this worker. The ranks get SIGTERM when the event is set or the fleet has ended."""
+@contextmanager
+def _stop_ranks_on_signals(folder: Path) -> Iterator[StopEvent]:
+    """Return a context with the stop event of this worker.
+
+    In the context, the ranks get SIGTERM when the event is set or the fleet has ended.
+    """
 
     def kill() -> None:  # ranks end with this process
         shutil.rmtree(folder, ignore_errors=True)
@@ -234,16 +237,21 @@ def _stop_ranks_on_signals(folder: Path) -> StopEvent:
     stop = stop_on_signals(kill=kill)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     has_fleet_ended = make_fleet_watcher(int(fleet)) if fleet else lambda: False
-    threading.Thread(target=_supervise_ranks, args=(stop, has_fleet_ended, folder), daemon=True).start()
-    return stop
+    end = threading.Event()
+    supervision = threading.Thread(target=_supervise_ranks, args=(stop, has_fleet_ended, folder, end), daemon=True)
+    supervision.start()
+    try:
+        yield stop
+    finally:
+        end.set()  # later children of this process are no ranks
+        supervision.join()
 
 
-def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folder: Path) -> None:
+def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folder: Path, end: threading.Event) -> None:
     """Forward a stop request to the ranks; after a rank has died, end the ranks that do not exit."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
-    while True:
-        time.sleep(_POLL_SECONDS)  # polls, because the end of a parent sends no event
+    while not end.wait(_POLL_SECONDS):  # polls, because the end of a parent sends no event
         ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
         should_stop = stop.is_set() or has_fleet_ended()
         if should_stop and not ranks:  # still waiting for the ranks of other machines

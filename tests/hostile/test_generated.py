@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import shlex
 import shutil
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hpsearch.search.cli import run_command
+from hpsearch.search.process import ENDING_SIGNALS
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import LOOP_OBJECTIVE
 from tests.hostile.generator import NEW_STUDY, Case, Generator
@@ -27,6 +31,7 @@ class Shell:
         self._folder, self._url, self._capsys = folder, url, capsys
         self._storage = open_storage(url, application_name="test")
         self._others = set(psutil.Process().children())  # services of the tests
+        self._threads = set(threading.enumerate())
         self.codes: list[int] = []
         self.violations: list[str] = []
 
@@ -44,12 +49,16 @@ class Shell:
                 patch.setenv(name, value)
             patch.chdir(self._folder)
             patch.setattr("sys.stdin", io.StringIO())
+            patch.setattr("sys.excepthook", sys.excepthook)  # torch replaces it
+            handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
             print(f"{case}", flush=True)  # the last line after a timeout
             self._capsys.readouterr()
             try:
                 code: int | str = run_command(case.arguments)
             except BaseException as error:
                 code = repr(error)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         output = self._capsys.readouterr()
         faults = self._find_faults(code, output.out, output.err)
         left = {path.name for path in self._folder.iterdir()} - {
@@ -79,6 +88,8 @@ class Shell:
             faults.append(f"{err.count(chr(10))} lines of errors: {err[:300]}")
         if children := set(psutil.Process().children()) - self._others:
             faults.append(f"left the processes {[child.cmdline() for child in children]}")
+        if threads := set(threading.enumerate()) - self._threads:
+            faults.append(f"left the threads {threads}")
         return faults
 
     def _list_studies(self) -> set[str]:
