@@ -252,18 +252,35 @@ def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folde
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
     while not end.wait(_POLL_SECONDS):  # polls, because the end of a parent sends no event
-        ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
+        # `active_children` would take exit statuses from torch's launcher, which fails without them.
+        children: set[BaseProcess] = multiprocessing.process._children.copy()  # type: ignore[attr-defined]
+        ranks |= {rank.pid: rank for rank in children if rank.pid is not None}
         should_stop = stop.is_set() or has_fleet_ended()
         if should_stop and not ranks:  # still waiting for the ranks of other machines
             shutil.rmtree(folder, ignore_errors=True)
             report_exit(EXIT_DRAINED)
             os._exit(EXIT_DRAINED)
-        if any(rank.exitcode for rank in ranks.values()):
+        codes = {pid: _peek_exit_code(rank) for pid, rank in ranks.items()}
+        if any(codes.values()):
             died = min(died, time.monotonic())
-        for pid, rank in ranks.items():
+        for pid, code in codes.items():
             is_overdue = time.monotonic() > died + _RANK_SHUTDOWN_SECONDS
-            if rank.is_alive() and (should_stop or is_overdue):  # repeated, because a rank may only be starting
-                os.kill(pid, signal.SIGKILL if is_overdue else signal.SIGTERM)
+            if code is None and (should_stop or is_overdue):  # repeated, because a rank may only be starting
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if is_overdue else signal.SIGTERM)
+
+
+def _peek_exit_code(rank: BaseProcess) -> int | None:
+    """Return the exit code of a rank, and leave it to torch's launcher; None while the rank runs."""
+    if rank.pid is None or not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return rank.exitcode
+    try:
+        status = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the launcher has taken it
+        return rank.exitcode
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
