@@ -1,5 +1,9 @@
 """Exceptions of this package, and one-line error texts."""
 
+from __future__ import annotations
+
+import errno
+
 
 def format_error(error: object, length: int | None = None) -> str:
     """Return the text of an error as one line of at most `length` characters, without SQLAlchemy's SQL statement."""
@@ -10,6 +14,14 @@ def format_error(error: object, length: int | None = None) -> str:
 def format_os_error(error: Exception) -> str:
     """Return the text of an error as one line; an OSError is reduced to its text, without error number and file."""
     return format_error(getattr(error, "strerror", None) or error)
+
+
+FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def suggest_disk_remedy(error: OSError, otherwise: str) -> str:
+    """Return the remedy for a failed write: free disk space if the disk is full, else the text `otherwise`."""
+    return "free disk space" if error.errno in FULL_DISK_ERRORS else otherwise
 
 
 class StorageError(Exception):

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """Let all writes to files fail in this block. Files can be created, as on a full disk.
+def full_disk(file_size: int = 0) -> Iterator[None]:
+    """Let all writes to files fail in this block after `file_size` bytes. Files can be created, as on a full disk.
 
     Python ignores SIGXFSZ, so that a write raises OSError.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, before[1]))
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import os
@@ -29,9 +28,7 @@ from hpsearch.search.process import (
 )
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
-
-# Errors of a full disk, also of an output without a buffer, which `_is_broken` does not find.
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from hpsearch.storage.errors import FULL_DISK_ERRORS
 
 COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports register the commands on the app
 
@@ -51,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except OSError as error:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]
-        if not broken and error.errno not in _FULL_DISK:
+        if not broken and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
             raise
         is_pipe = isinstance(error, BrokenPipeError)  # its reader, such as head, has enough
         code = EXIT_DONE if is_pipe else EXIT_UNAVAILABLE

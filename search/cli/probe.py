@@ -1,17 +1,33 @@
-"""Import an objective in a forked process first, because native code of its libraries may end the process."""
+"""Run code of an objective in a forked process first, because native code of its libraries may end the process."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Self, TypeVar, cast
+
+import optuna
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, format_path
 from hpsearch.objectives.loading import BUILTIN, load_objective, locate_source, normalize_reference
+from hpsearch.objectives.training.checks.smoke import SmokeResult
+from hpsearch.objectives.training.data.loader import kill_with_parent
+from hpsearch.search.console import format_command
+from hpsearch.search.errors import USER_ERRORS
+from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.create import load_for_search
+from hpsearch.search.study.preflight import inspect_objective, make_failed_result, run_random_smoke_test
+
+Result = TypeVar("Result")
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _SECONDS = 10  # the import itself reports errors of slower imports, as far as the process survives them
@@ -72,3 +88,143 @@ def _crashes_in_interpreter(reference: str) -> bool:
     """Return whether the import also crashes a new interpreter."""
     command = [sys.executable, "-P", "-c", _IMPORT, reference]
     return -subprocess.run(command, capture_output=True, check=False).returncode in _CRASHES
+
+
+class _CrashError(ObjectiveError):
+    """Error for code of an objective that ended the process."""
+
+
+class ObjectiveProcess:
+    """Forked process that runs the objective's code before the first trial, so that a crash does not end the command.
+
+    It is forked before the command imports the objective, and imports the objective when it is needed. For built-in
+    objectives, and on other systems than Linux, the code runs in the process of the command.
+
+    Args:
+        settings: the given settings of the study.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings, self._reference = settings, str(settings["objective"])
+        self._pid: int | None = None
+
+    def __enter__(self) -> Self:
+        if sys.platform == "linux" and normalize_reference(self._reference) not in BUILTIN:
+            self._connection, theirs = multiprocessing.Pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            parent = os.getpid()
+            if (pid := os.fork()) == 0:
+                try:
+                    self._connection.close()
+                    kill_with_parent(parent)
+                    self._serve(theirs)
+                finally:
+                    os._exit(EXIT_UNAVAILABLE)
+            self._pid = pid
+            theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+
+    def inspect(self, objective: BaseObjective, spec: StudySpec) -> dict[str, Any]:
+        """Call `inspect_objective` in the process.
+
+        Raises:
+            ObjectiveError: as for `inspect_objective`, or the code ended the process.
+        """
+        return self._call(inspect_objective, objective, spec)
+
+    def run_smoke_test(self, objective: BaseObjective, spec: StudySpec) -> SmokeResult:
+        """Call `run_random_smoke_test` in the process, and end the process, which contains the data.
+
+        Raises:
+            ObjectiveError: as for `run_random_smoke_test`.
+        """
+        try:
+            return self._call(run_random_smoke_test, objective, spec)
+        except _CrashError as error:  # the configuration may be too large for this machine
+            return make_failed_result(str(error))
+        finally:
+            self.close()
+
+    def _call(
+        self, function: Callable[[BaseObjective, StudySpec], Result], objective: BaseObjective, spec: StudySpec
+    ) -> Result:
+        if self._pid is None:
+            return function(objective, spec)
+        try:
+            self._connection.send((function, spec))
+            result, error = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise _CrashError(self._describe_end(self._wait())) from None
+        if error is not None:
+            raise ObjectiveError(error)
+        if result is None:
+            sys.exit(EXIT_UNAVAILABLE)  # after an internal error, whose traceback the process has printed
+        return cast("Result", result)
+
+    def _wait(self) -> int:
+        assert self._pid is not None
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = None
+        self._connection.close()
+        return os.waitstatus_to_exitcode(status)
+
+    def _describe_end(self, code: int) -> str:
+        how, remedy = f"exit code {code}", "remove the call that ends the process, such as os._exit"
+        if code < 0:
+            how = signal.Signals(-code).name
+            remedy = f"trace it with: python -X faulthandler -m {format_command('smoke', self._reference)}"
+        if code == -signal.SIGKILL:
+            remedy = "its memory may be too small; use less data or a smaller model"
+        return f"objective {self._reference!r} ends the process during a check before the first trial ({how}); {remedy}"
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer calls until the command ends."""
+        for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
+            signal.signal(number, lambda *_: None)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        objective: BaseObjective | None = None
+        while True:
+            function, spec = connection.recv()
+            answer: tuple[object, str | None] = None, None
+            try:
+                if objective is None:
+                    with _discard_output():  # the command prints the output of the import
+                        _, objective = load_for_search(self._settings)
+                answer = function(objective, spec), None
+            except USER_ERRORS as error:
+                answer = None, str(error)
+            except (SystemExit, KeyboardInterrupt) as error:  # of the objective's code
+                fault = f"raises {type(error).__name__} in a check before the first trial; remove it"
+                answer = None, f"objective {self._reference!r} {fault}"
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send(answer)
+
+
+@contextlib.contextmanager
+def _discard_output() -> Iterator[None]:
+    kept, null = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for target, copy in enumerate(kept, start=1):
+            os.dup2(copy, target)
+            os.close(copy)
+        os.close(null)

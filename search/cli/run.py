@@ -42,7 +42,7 @@ def run(
     start_fork_server(workers)  # loads its modules while this process imports its own
 
     with disable_gc():
-        from hpsearch.search.cli.probe import check_import
+        from hpsearch.search.cli.probe import ObjectiveProcess, check_import
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.fleet.rank_launcher import check_devices
         from hpsearch.search.run.search import run_search
@@ -53,11 +53,16 @@ def run(
     check_devices(options)  # before the study is created
     check_import(str(settings.values["objective"]))
     console = PlainConsole()
-    with replace_flags_in_errors(settings.file_keys, settings.file):
-        services, study, is_new, objective = begin_search(
-            settings.values, where, console, enqueue, check=check_trackers, tracking_required=tracking_required
-        )
-    ran = run_search(services, study, options, workers=workers, created=is_new, console=console, loaded=objective)
+    with ObjectiveProcess(settings.values) as process:
+        with replace_flags_in_errors(settings.file_keys, settings.file):
+            services, study, is_new, objective = begin_search(
+                settings.values, where, console, enqueue,
+                check=check_trackers, inspect=process.inspect, tracking_required=tracking_required,
+            )  # fmt: skip
+        ran = run_search(
+            services, study, options, workers=workers, created=is_new, console=console, loaded=objective,
+            run_test=process.run_smoke_test,
+        )  # fmt: skip
     if ran.is_interrupted:
         return EXIT_INTERRUPTED
     return 0 if not workers or (ran.is_finished and not ran.stopped and ran.summary.best is not None) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.headline import make_extend_options
@@ -25,9 +27,10 @@ from hpsearch.search.run.fleet import (
     warn_on_mlflow_error,
 )
 from hpsearch.search.services import Services
+from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
-from hpsearch.search.study.preflight import smoke_test
+from hpsearch.search.study.preflight import run_random_smoke_test, smoke_test
 from hpsearch.search.study.study import StoredStudy, require_measurable, resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
@@ -56,7 +59,7 @@ class RunResult:
     gave_up: tuple[str, ...] = ()
 
 
-def run_search(
+def run_search(  # noqa: PLR0913 keywords
     services: Services,
     study: StoredStudy,
     options: WorkerOptions,
@@ -65,6 +68,7 @@ def run_search(
     created: bool,
     console: Console,
     loaded: BaseObjective | None = None,
+    run_test: Callable[[BaseObjective, StudySpec], SmokeResult] = run_random_smoke_test,
 ) -> RunResult:
     """Run a study with a fleet until its budget is spent, its timeout expires, or it is stopped.
 
@@ -76,6 +80,7 @@ def run_search(
         created: whether the study is new.
         console: console for the live view and the result.
         loaded: the objective, if this process has loaded it before; see `StoredStudy.objective`.
+        run_test: function that runs the smoke test.
 
     Raises:
         SearchError: the study was already stopped, it was deleted during the run, or its database became unavailable.
@@ -93,7 +98,8 @@ def run_search(
         tracking_error = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
             show_step("smoke test: overfitting one batch")
-        smoke_warning = smoke_test(study, objective, None if tracking_error else services.open_tracking())
+        tracking = None if tracking_error else services.open_tracking()
+        smoke_warning = smoke_test(study, objective, tracking, run_test=run_test)
     begin = summarise(study)
     _print_begin(console, study, objective, begin, workers=workers, created=created)
     if tracking_error:

@@ -25,8 +25,6 @@ from hpsearch.objectives.errors import wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
-from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
-from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
@@ -36,22 +34,16 @@ from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
-from hpsearch.search.study.preflight import (
-    check_objective_code,
-    name_setting_of_metric,
-    read_declared_bounds,
-)
+from hpsearch.search.study.preflight import inspect_objective, name_setting_of_metric
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.search.study.trust import read_code
 from hpsearch.storage.attributes import (
-    BOUNDS,
     FOLDER_NAME,
     LEAKS,
     SOURCE_SHA256,
     SPEC,
     STARTED_AT,
     TRACKING_URI,
-    VAL_SAMPLES,
     VERSION,
 )
 from hpsearch.storage.checkpoints.store import CheckpointStore
@@ -145,7 +137,7 @@ def create_or_join(
     settings: dict[str, Any],
     objective: BaseObjective,
     *,
-    preflight_check: Callable[[BaseObjective, StudySpec], None],
+    inspect: Callable[[BaseObjective, StudySpec], dict[str, Any]],
     check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
@@ -155,7 +147,8 @@ def create_or_join(
         storage: storage of the studies.
         settings: the given settings. Other settings come from the stored spec, or for a new study from the objective.
         objective: objective of the study.
-        preflight_check: called before a study is created; raises an error if the objective cannot be searched.
+        inspect: called before a study is created; returns attributes of the new study, and raises an error if the
+            objective cannot be searched.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
         enqueued: trials to add. A new study is created with all of them; an existing study gets those that it lacks.
 
@@ -168,7 +161,7 @@ def create_or_join(
     name, made = str(settings.get("name", objective.name)), list[int]()
 
     @functools.cache  # retries after lost connections must not repeat the checks
-    def make_spec() -> StudySpec:
+    def make_spec() -> tuple[StudySpec, dict[str, Any]]:
         if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
                 f"--name {name!r} is reserved for the finalists of {searched!r}; retrain these with "
@@ -181,13 +174,12 @@ def create_or_join(
                 "--budget-epochs, or lower --epochs"
             )
         check(spec)
-        preflight_check(objective, spec)
-        return spec
+        return spec, inspect(objective, spec)
 
     def create_or_join_once() -> tuple[StoredStudy, bool]:
         with name_lock(storage.engine, name) as lock:
             if find_study(storage, name) is None:
-                study = _create(storage, make_spec(), objective, enqueued, lock)
+                study = _create(storage, *make_spec(), objective, enqueued, lock)
                 made.append(study.study_id)
                 set_metric_names(storage, study.spec)
                 return study, True
@@ -214,6 +206,7 @@ def _fit_sampler(spec: StudySpec, settings: dict[str, Any], objective: BaseObjec
 def _create(
     storage: PostgresStorage,
     spec: StudySpec,
+    inspected: dict[str, Any],
     objective: BaseObjective,
     enqueued: Sequence[FrozenTrial],
     lock: sa.Connection,
@@ -227,12 +220,8 @@ def _create(
         VERSION: release,
         SPEC: spec.model_dump(),
         LEAKS: {},
+        **inspected,
     }
-    if isinstance(objective, Objective):  # a custom training loop has its own data
-        splits, split_hash = prepare_splits(objective, spec.seed)
-        attrs |= {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: len(splits.val)}
-    if (bounds := read_declared_bounds(objective, spec)) is not None:
-        attrs[BOUNDS] = bounds
 
     def write_budget_and_warm_start(connection: sa.Connection, study_id: int) -> None:
         if spec.has_epoch_or_time_budget:
@@ -291,6 +280,7 @@ def begin_search(
     *,
     tracking_required: bool = False,
     check: Callable[[StudySpec], None] = lambda _: None,
+    inspect: Callable[[BaseObjective, StudySpec], dict[str, Any]] = inspect_objective,
 ) -> BegunSearch:
     """Create or join the study that `settings` describe, and prepare it for workers.
 
@@ -301,6 +291,7 @@ def begin_search(
         enqueue: configurations to run before sampled configurations.
         tracking_required: whether the tracking server must be available.
         check: called before a study is created or joined; raises an error if this machine cannot run the spec.
+        inspect: called before a study is created; see `create_or_join`.
 
     Raises:
         SearchError: a setting is invalid or differs from the stored spec.
@@ -318,9 +309,7 @@ def begin_search(
         services = find_services(where, both=True, tracking_required=tracking_required, progress=show)
         show("opening the study")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
-        study, created = create_or_join(
-            storage, settings, objective, check=check, preflight_check=check_objective_code, enqueued=enqueued
-        )
+        study, created = create_or_join(storage, settings, objective, check=check, inspect=inspect, enqueued=enqueued)
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         study.check_restored()
         with suppress(StorageError):  # without the record, the code is accepted until it changes

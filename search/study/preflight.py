@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ import torch
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.errors import MetricError, ObjectiveError, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, is_out_of_memory, wrap_user_errors
 from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.loop.guards import DeviceMemoryError
+from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import check_parameter_names, derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import RUN_ID, SMOKE_TEST
+from hpsearch.storage.attributes import BOUNDS, LEAKS, RUN_ID, SMOKE_TEST, VAL_SAMPLES
 from hpsearch.storage.mlflow.client import Tracking
 
 _SECONDS = 60.0  # CPU time; a large model may be undecided by then
@@ -66,6 +70,30 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
             exported.module(*(part for _, part in exported.inputs))
 
 
+def inspect_objective(objective: BaseObjective, spec: StudySpec) -> dict[str, Any]:
+    """Check the objective's code and data before a study is created, and return the study's attributes about them.
+
+    Raises:
+        ObjectiveError: the code or the data have a fault.
+    """
+    try:
+        check_objective_code(objective, spec)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ObjectiveError(
+            f"{type(objective).__name__} needs too much memory for a random configuration ({get_first_line(error)}); "
+            "use less data, or smaller bounds in suggest"
+        ) from error
+    attrs: dict[str, Any] = {}
+    if isinstance(objective, Objective):  # a custom training loop has its own data
+        splits, split_hash = prepare_splits(objective, spec.seed)
+        attrs = {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: len(splits.val)}
+    if (bounds := read_declared_bounds(objective, spec)) is not None:
+        attrs[BOUNDS] = bounds
+    return attrs
+
+
 def read_declared_bounds(objective: BaseObjective, spec: StudySpec) -> list[float | None] | None:
     """Return the bounds that the objective declares for the study's metric; None if it declares none.
 
@@ -99,23 +127,43 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     return config
 
 
-def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking | None) -> str | None:
+def run_random_smoke_test(objective: BaseObjective, spec: StudySpec) -> SmokeResult:
+    """Run the smoke test with a configuration of the search space."""
+    assert isinstance(objective, Objective)
+    config = suggest_configuration(objective, spec)
+    try:
+        return run_smoke_test(objective, config, seed=spec.seed, seconds=_SECONDS)
+    except DeviceMemoryError as error:
+        return make_failed_result(str(error))
+
+
+def make_failed_result(reason: str) -> SmokeResult:
+    """Return the result of a smoke test that ended before its first step."""
+    return SmokeResult(passed=False, losses=[], target=math.nan, samples=0, lr=math.nan, reason=reason)
+
+
+def smoke_test(
+    study: StoredStudy,
+    objective: BaseObjective,
+    tracking: Tracking | None,
+    *,
+    run_test: Callable[[BaseObjective, StudySpec], SmokeResult] = run_random_smoke_test,
+) -> str | None:
     """Run the smoke test once per study, with a configuration of the search space; return a warning or None.
 
     The warning is that the test failed, or that it passed with signs of faults.
 
-    A failure does not end the search, because a search space may contain models that are too small on purpose. The
-    result is stored in the study, and the losses are logged to the study's MLflow run, unless `tracking` is None. A
-    study with a custom training loop has no smoke test.
+    A failure does not end the search, because a search space may contain models that are too small on purpose, or too
+    large for the machine. The result is stored in the study, and the losses are logged to the study's MLflow run,
+    unless `tracking` is None. A study with a custom training loop has no smoke test.
     """
     if not isinstance(objective, Objective):
         return None  # a custom loop has no batches that hpsearch could use
     outcome = study.attrs.get(SMOKE_TEST)
     if outcome is None:
-        spec = study.spec
-        result = run_smoke_test(objective, suggest_configuration(objective, spec), seed=spec.seed, seconds=_SECONDS)
+        result = run_test(objective, study.spec)
         outcome = _format_result(result)
-        if tracking is not None:
+        if tracking is not None and result.losses:
             with tempfile.TemporaryDirectory() as folder:
                 result.write(Path(folder))
                 for file in sorted(Path(folder).iterdir()):

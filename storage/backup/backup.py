@@ -21,7 +21,7 @@ from hpsearch.storage.checkpoints.store import CheckpointStore, is_checkpoint_pa
 from hpsearch.storage.database.connect import read_revision
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, format_os_error, suggest_disk_remedy
 from hpsearch.storage.files import compute_sha256, fsync_folder, link_or_copy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, prepare_home
 from hpsearch.storage.urls import normalise_url
@@ -184,7 +184,9 @@ def backup(  # noqa: PLR0913 a keyword for each flag
             archive_file.replace(file)
             fsync_folder(file.parent)
     except OSError as error:
-        raise StorageError(f"{str(file)!r} cannot be written ({error}); no backup was made") from None
+        remedy = suggest_disk_remedy(error, "give another path")
+        why = format_os_error(error)
+        raise StorageError(f"{str(file)!r} cannot be written ({why}); no backup was made; {remedy}") from None
     return BackupResult(file, manifest, size)
 
 

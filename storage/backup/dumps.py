@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     connection, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
     result = subprocess.run(
         [binaries.bin_folder / name, *connection, *arguments],
-        env=environment,
+        env=environment | {"LC_ALL": "C"},  # for errors in English
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -40,7 +41,9 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     if result.returncode != 0:
         message = next((line for line in result.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
         message = message or result.stderr.strip() or f"exit code {result.returncode}"
-        raise StorageError(f"{name} {binaries.version} failed: {format_error(redact_password(message, url or ''))}")
+        remedy = "; free disk space" if os.strerror(errno.ENOSPC) in message else ""
+        fault = format_error(redact_password(message, url or ""))
+        raise StorageError(f"{name} {binaries.version} failed: {fault}{remedy}")
 
 
 def find_programs(at_least: int, *, why: str) -> Binaries:

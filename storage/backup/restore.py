@@ -44,7 +44,7 @@ from hpsearch.storage.database.schema import (
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.home import prepare_home
 
@@ -152,7 +152,9 @@ def restore(  # noqa: PLR0913 a keyword for each flag
                         held.stop_services()
                     external_checkpoints, unsent = _restore_all(unpacked, locations, programs, progress)
         except OSError as error:
-            raise StorageError(f"{str(folder)!r} cannot be written ({error}); the restore is incomplete") from None
+            remedy = suggest_disk_remedy(error, "set another home folder")
+            fault = f"{str(folder)!r} cannot be written ({error}); the restore is incomplete"
+            raise StorageError(f"{fault}; {remedy}, and repeat the command") from None
     if owner_url is None:
         tracking_uri = stack.up(folder, dashboard=dashboard, progress=progress).tracking_uri
         locations = backup.find_embedded_locations(folder, studies_only=not manifest.has_mlflow)

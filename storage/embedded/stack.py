@@ -6,7 +6,6 @@ serializes these commands, and `stack.json` there holds the state.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
 from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home, remember_home
 from hpsearch.storage.web.token import AUTH_NAME
 
@@ -239,7 +238,7 @@ def _lock_stack(
     try:
         yield EmbeddedStack(home, load_state(home) or StackState(), dashboard)
     except OSError as error:  # for example a full disk, or a removed folder
-        remedy = "free disk space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "set another folder"
+        remedy = suggest_disk_remedy(error, "set another folder")
         raise StorageError(f"{HOME_VARIABLE} {str(home)!r} cannot be used ({error}); {remedy}") from error
     finally:
         lock.release()

@@ -38,8 +38,13 @@ def _bind_to_parent(main: int | None) -> None:
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or threading.get_ident() != main or parent is None:
         return
+    kill_with_parent(parent.pid)
+
+
+def kill_with_parent(pid: int | None) -> None:
+    """Let the kernel kill this process when its parent, the process `pid`, ends. This function needs Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # the parent has already ended
+    if os.getppid() != pid:  # the parent has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -56,7 +56,7 @@ def fixed(trials: list[Any]) -> list[dict[str, Any]]:
 def study_of(url: str, objective: LoopObjective, enqueued: list[Any] = (), **settings: Any) -> StoredStudy:  # type: ignore[assignment]
     storage = open_storage(url, application_name="test")
     given = {"objective": "x.py", "name": "s", **settings}
-    return create_or_join(storage, given, objective, preflight_check=lambda *_: None, enqueued=enqueued)[0]
+    return create_or_join(storage, given, objective, inspect=lambda *_: {}, enqueued=enqueued)[0]
 
 
 def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,13 @@ class Counted(Wine):
 
 Wine = Counted
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _load_libraries() -> None:
+    """Import slow libraries of the checks, which each forked process would import otherwise."""
+    for name in ("sklearn.datasets", "sklearn.model_selection", "torch._inductor", "torchmetrics"):
+        importlib.import_module(name)
 
 
 @pytest.fixture
@@ -92,6 +101,60 @@ def test_the_checks_of_a_command_and_its_training_load_the_data_once(leaking: Pa
     Path("loads").unlink()
     assert run_command(["train", f"{leaking}:Leaking", "--epochs", "1", "--test"]) == 0
     assert Path("loads").read_text() == "."
+
+
+ENDING = """
+import faulthandler
+import os
+import signal
+
+class Ending(Wine):
+    calls = 0
+    def model(self, config, train):
+        self.calls += 1
+        if self.calls == {call}:
+            {end}
+        return super().model(config, train)
+
+Wine = Ending
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the checks run in a forked process on Linux only")
+@pytest.mark.parametrize(
+    ("end", "fault", "remedy"),
+    [
+        (
+            "faulthandler.disable(); os.kill(os.getpid(), signal.SIGSEGV)",
+            "(SIGSEGV)",
+            "python -X faulthandler -m hpsearch smoke",
+        ),
+        ("os._exit(0)", "(exit code 0)", "remove the call that ends the process"),
+        ("raise SystemExit", "raises SystemExit", "remove it"),
+        ("raise MemoryError", "needs too much memory", "smaller bounds in suggest"),
+    ],
+    ids=["segfault", "exit", "exception", "memory"],
+)
+def test_a_model_that_ends_the_process_is_rejected_before_the_study_exists(
+    leaking: Path, capsys: pytest.CaptureFixture[str], end: str, fault: str, remedy: str
+) -> None:
+    leaking.write_text(f"{leaking.read_text()}\n{ENDING.format(call=1, end=end)}")
+    assert run(leaking, "val", "splits.test") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (fault in line, remedy in line) == (True, True), line
+    run_command(["show", "s"])
+    assert "no study 's'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the checks run in a forked process on Linux only")
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"])
+def test_a_smoke_test_that_ends_the_process_does_not_end_the_search(
+    leaking: Path, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    """The random configuration may need more memory than others."""
+    leaking.write_text(f"{leaking.read_text()}\n{ENDING.format(call=2, end=end)}")
+    assert run(leaking, "val", "splits.test") == 0
+    assert "smoke test of a random configuration failed: " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def made(url: str, searched: LoopObjective | None = None, /, **settings: Any) ->
     storage = open_storage(url, application_name="test")
     given = convert_names_to_tables({"name": "s", **settings, "objective": "x.py"})
     check_settings(given)
-    return create_or_join(storage, given, searched or Both(), preflight_check=lambda *_: None)
+    return create_or_join(storage, given, searched or Both(), inspect=lambda *_: {})
 
 
 def refused(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> str:

@@ -43,7 +43,7 @@ def made(storage: PostgresStorage, objective, name: str, **settings: object) -> 
         "default_first": False,
         **settings,
     }
-    return create_or_join(storage, given, objective, preflight_check=lambda *_: None)[0]
+    return create_or_join(storage, given, objective, inspect=lambda *_: {})[0]
 
 
 def filled(storage: PostgresStorage, study: StoredStudy, count: int = 12, name: str = "lr", **shape: object) -> None:

@@ -33,6 +33,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from tests.conftest import PostgresServer
+from tests.full_disk import full_disk
 
 OLD = Path(__file__).parents[2] / "search" / "study" / "database-0.1.0.sql"
 
@@ -259,6 +260,16 @@ def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_
     os.utime(other, (0, 0))
     make(tmp_path / "b.tar", owner_url, home)
     assert (old.exists(), young.exists(), other.exists()) == (False, True, True)
+
+
+def test_a_backup_on_a_full_disk_names_the_remedy_and_leaves_no_file(
+    owner_url: str, database_url: str, file: Path, home: str
+) -> None:
+    fill(database_url).engine.dispose()
+    size = make(file, owner_url, home).size
+    with full_disk(size - 1), pytest.raises(StorageError, match="no backup was made; free disk space"):
+        make(file.with_name("other.tar"), owner_url, home)
+    assert [path.name for path in file.parent.iterdir() if path.name != "home"] == [file.name]
 
 
 def test_restored_tables_of_an_older_version_are_migrated(

@@ -166,7 +166,7 @@ def test_a_stored_study_keeps_its_sampler_pruner_and_budget() -> None:
 def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
     digits = load_objective("digits")
     given = {"objective": "digits", "name": "made", **settings}
-    return create_or_join(storage, given, digits, preflight_check=lambda *_: None)[0]
+    return create_or_join(storage, given, digits, inspect=lambda *_: {})[0]
 
 
 def test_creating_a_study_writes_its_budget_row_once(storage: PostgresStorage) -> None:
