@@ -174,7 +174,7 @@ def wrap_user_errors(what: str) -> Iterator[None]:
         yield
     except ObjectiveError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         if is_out_of_memory(error):
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error

@@ -79,7 +79,7 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
         )
     try:
         objective = cls()
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ObjectiveError(f"{cls.__name__}() failed: {format_user_error(error, find_source_file(cls))}") from error
     _check(objective)
     return objective
@@ -193,6 +193,8 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
     """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code."""
     if not _is_file(path):
+        if path.is_fifo() or path.is_char_device():
+            raise ObjectiveError(f"{format_path(path)} is not a regular file; give a file of Python code")
         raise ObjectiveError(f"file {format_path(path)} does not exist; {_suggest_file(path)}")
     path = path.resolve()
     with _wrap_import_errors(path):

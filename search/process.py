@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from multiprocessing import popen_fork, util
+from multiprocessing import popen_fork
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -178,16 +178,18 @@ def ignore_stop_signals() -> None:
 def shield_children() -> None:
     """Shield processes that this process forks later from SIGTERM and SIGINT; they end when this process ends.
 
-    Forked processes inherit the worker's signal handlers, which have no effect in them; exec restores the default
-    handlers. This function replaces the handler that torch installs in data loader processes. Pools and data loaders
-    end their processes with `terminate`. Because the processes ignore SIGTERM, `terminate` sends SIGKILL instead.
+    This includes processes that code of the objective makes with `os.fork`, except from other threads. Forked
+    processes inherit the worker's signal handlers, which have no effect in them; exec restores the default handlers.
+    This function replaces the handler that torch installs in data loader processes. Pools and data loaders end their
+    processes with `terminate`. Because the processes ignore SIGTERM, `terminate` sends SIGKILL instead.
     """
     from torch.utils.data._utils import signal_handling
 
-    from hpsearch.objectives.training.data.loader import make_parent_death_hook
+    from hpsearch.objectives.training.data.loader import kill_with_parent
 
     torch_signals: Any = signal_handling  # the module is not typed
-    handle_faults, bind = torch_signals._set_worker_signal_handlers, make_parent_death_hook()
+    handle_faults = torch_signals._set_worker_signal_handlers
+    worker, main_thread = os.getpid(), threading.main_thread().ident
 
     def set_loader_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -197,7 +199,12 @@ def shield_children() -> None:
 
     torch_signals._set_worker_signal_handlers = set_loader_signals
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # SIGTERM is shielded
-    util.register_after_fork(shield_children, lambda _: bind())
+
+    def bind() -> None:  # the kernel would kill the process when the forking thread ends
+        if sys.platform == "linux" and os.getppid() == worker and threading.get_ident() == main_thread:
+            kill_with_parent(worker)
+
+    os.register_at_fork(after_in_child=bind)
 
 
 def _ignore_signal(*_: object) -> None:
@@ -293,6 +300,21 @@ def _end_process(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def end_session() -> list[int]:
+    """Kill the processes that code of the objective left in this worker's own session, and return their PIDs."""
+    import psutil
+
+    own, left = os.getpid(), list[int]()
+    if os.getsid(0) != own:  # for example a worker that was started in a terminal
+        return left
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == own and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
+                left.append(process.pid)
+    return left
 
 
 def end_if_forked(pid: int) -> None:

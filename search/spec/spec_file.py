@@ -11,6 +11,19 @@ import yaml
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import convert_names_to_tables
 
+_MAX_BYTES = 1_000_000  # the parsers need a minute for more
+
+
+def check_regular(path: Path, setting: str) -> None:
+    """Check that a path is not a pipe or a device, from which a read may never end.
+
+    Raises:
+        SearchError: the path exists, and is not a regular file.
+        OSError: the path cannot be accessed.
+    """
+    if path.exists() and not path.is_file():
+        raise SearchError(f"{setting} {path} is not a regular file; give the path of a file")
+
 
 class _Loader(yaml.SafeLoader):
     """YAML loader that rejects duplicate keys, of which others silently keep the last."""
@@ -32,14 +45,15 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         SearchError: the file is missing, has another extension, cannot be parsed, or does not contain a table.
     """
     suffix = path.suffix.lower()
+    if suffix not in {".toml", ".yaml", ".yml"}:
+        raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
     try:
+        check_regular(path, "--spec")
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise SearchError(f"--spec {path} has {size} bytes; a file of settings has at most {_MAX_BYTES} bytes")
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows add a byte order mark
-        if suffix == ".toml":
-            values = tomllib.loads(text)
-        elif suffix in {".yaml", ".yml"}:
-            values = yaml.load(text, Loader=_Loader)  # noqa: S506 derived from SafeLoader
-        else:
-            raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
+        is_toml = suffix == ".toml"
+        values = tomllib.loads(text) if is_toml else yaml.load(text, Loader=_Loader)  # noqa: S506 derived from SafeLoader
     except OSError as error:
         raise SearchError(f"--spec {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -17,6 +17,7 @@ from hpsearch.objectives.search_space import FixedTrial, NotInSpaceError, TextFi
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.spec.spec import StudySpec, parse_stored_spec
+from hpsearch.search.spec.spec_file import check_regular
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
 from hpsearch.storage.study_storage.creating import insert_missing_in
@@ -92,6 +93,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     if read is None:
         raise SearchError(f"--enqueue {path}: unknown file type {path.suffix!r}; use .csv or .jsonl")
     try:
+        check_regular(path, "--enqueue")
         return _make_trials(str(path), "line", read(path), objective)
     except OSError as error:
         raise SearchError(f"--enqueue {path} cannot be read ({error.strerror})") from None

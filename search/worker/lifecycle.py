@@ -10,7 +10,7 @@ import optuna
 
 from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
-from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent
+from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent, end_session
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
@@ -88,6 +88,8 @@ def run_worker(
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()
+    if is_own_process and (left := end_session()):
+        log.warning("killed processes that code of the objective left: %s", ", ".join(map(str, left)))
     log.info("worker %s exits with code %d", worker_name(), code)
     return code
 

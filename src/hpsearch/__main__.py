@@ -34,7 +34,11 @@ def main() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open the null device in place of closed standard streams, which other files would replace otherwise."""
+    """Make the standard streams usable by all commands.
+
+    The null device replaces closed streams, which other files would replace otherwise. The output shows characters that
+    its encoding lacks as escapes.
+    """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -42,6 +46,7 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115 stays open
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # stderr has this by default
 
 
 def _exit_interrupted(*_: object) -> NoReturn:

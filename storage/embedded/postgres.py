@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -64,7 +65,8 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
         )
         if result.returncode != 0:
             text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
-            raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}")
+            remedy = "; free disk space" if os.strerror(errno.ENOSPC) in text else ""
+            raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}{remedy}")
         account.take_over(temporary / "data")
         (temporary / "data").rename(folder / "data")
 

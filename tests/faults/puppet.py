@@ -138,4 +138,4 @@ def spare() -> None:
     from hpsearch.search.run import search
 
     run_dir.plot_curves = run_dir.plot_gradient_norms = lambda *_args, **_kwargs: None  # type: ignore[assignment]
-    search.smoke_test = lambda *_: None
+    search.smoke_test = lambda *_, **__: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import socket
 import subprocess
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from hpsearch.objectives.loading import load_objective
 from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import raise_interrupt
+from hpsearch.search.study.enqueue import read_rows
 from tests.factories import LOOP_OBJECTIVE
 
 
@@ -47,6 +50,8 @@ BAD = [
     (["run", "no.such.module:Class"], ["no.such.module"]),
     (["run", "hpsearch.objectives.builtin.digits:Digit"], ["Digit", "Digits"]),
     (["run", "nowhere.py"], ["nowhere.py"]),
+    (["run", "/dev/null"], ["/dev/null is not a regular file"]),
+    (["run", "--spec", "/dev/zero"], ["--spec /dev/zero: unknown file type ''; use .toml"]),
     (["run", "digit.py"], ["file digit.py does not exist; did you mean 'digits'?"]),
     (["run", "x" * 300 + ".py"], ["does not exist"]),
     (["objective", "show", "x" * 300], ["unknown objective"]),
@@ -190,14 +195,25 @@ def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: 
         ("s.toml", f"a = {'[' * 5000}", ["nested too deeply"]),
         ("s.toml", "\ufeffobjective = 'digits'\nepochs = 0\n", ["s.toml: epochs must be at least 1, not 0"]),
         ("s.toml", "objective = 'digits'\nepoch = 1\n", ["s.toml: unknown setting 'epoch'", "epochs"]),
+        ("s.yaml", "a: 1\n" * 300_000, ["s.yaml has 1500000 bytes", "at most 1000000 bytes"]),
     ],
-    ids=["duplicate", "nested yaml", "nested toml", "byte order mark", "unknown"],
+    ids=["duplicate", "nested yaml", "nested toml", "byte order mark", "unknown", "huge"],
 )
 def test_a_fault_in_a_spec_file_names_the_file(refuse, tmp_path: Path, name: str, text: str, words: list[str]) -> None:
     (tmp_path / name).write_text(text)
     message = refuse("run", "--spec", str(tmp_path / name))
-    assert message.startswith(f"hpsearch: --spec {tmp_path / name}: ")
+    assert message.startswith(f"hpsearch: --spec {tmp_path / name}")
     assert [word for word in words if word not in message] == []
+
+
+def test_a_pipe_is_no_file_of_settings(refuse, tmp_path: Path) -> None:
+    for name in ("s.yaml", "rows.csv"):
+        os.mkfifo(tmp_path / name)
+    assert "s.yaml is not a regular file" in refuse("run", "--spec", str(tmp_path / "s.yaml"))
+    (tmp_path / "u.py").write_text(LOOP_OBJECTIVE)
+    objective = load_objective(str(tmp_path / "u.py"))
+    with pytest.raises(SearchError, match="is not a regular file"):
+        read_rows(tmp_path / "rows.csv", objective)
 
 
 def test_an_error_in_the_users_file_names_its_file_and_line(refuse, tmp_path: Path) -> None:

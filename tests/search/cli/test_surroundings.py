@@ -112,3 +112,10 @@ with open({str(tmp_path / "file")!r}, "w") as file:
 """
     subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
     assert (tmp_path / "file").read_text() == "True '' True"
+
+
+def test_the_output_shows_characters_that_its_encoding_lacks() -> None:
+    code = "from hpsearch.__main__ import open_standard_streams\nopen_standard_streams()\nprint('\\u00fc\\u4e2d')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "\\xfc\\u4e2d\n"

@@ -40,6 +40,21 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
     assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], check=False).returncode == 3
 
 
+LEFT = """
+import os, subprocess, sys, time
+from hpsearch.search.process import end_session
+children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
+subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
+print(sorted(end_session()) == sorted(children), os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
+"""
+
+
+def test_a_worker_kills_the_processes_that_code_of_the_objective_left() -> None:
+    command = [sys.executable, "-c", LEFT]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "True 9 9\n"
+
+
 def test_the_grace_period_of_an_event_starts_when_it_is_detected() -> None:
     shutdown = GracefulShutdown(event := threading.Event(), grace=100.0)
     assert not shutdown.is_shutting_down
