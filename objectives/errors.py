@@ -165,13 +165,25 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def keep_recursion_limit() -> Iterator[None]:
+    """Restore the recursion limit after code of the objective in this block, because hpsearch needs it too."""
+    before = sys.getrecursionlimit()
+    try:
+        yield
+    finally:
+        if sys.getrecursionlimit() < before:
+            sys.setrecursionlimit(before)
+
+
+@contextmanager
 def wrap_user_errors(what: str) -> Iterator[None]:
     """Convert errors of the objective's code to an ObjectiveError; the message has `what` and the user's file and line.
 
     Out-of-memory errors are not converted.
     """
     try:
-        yield
+        with keep_recursion_limit():
+            yield
     except ObjectiveError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code raises

@@ -19,7 +19,15 @@ from typing import Any
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import wrap_function
-from hpsearch.objectives.errors import ObjectiveError, find_source_file, format_path, format_user_error, suggest_names
+from hpsearch.objectives.errors import (
+    ObjectiveError,
+    find_source_file,
+    format_path,
+    format_user_error,
+    get_message,
+    keep_recursion_limit,
+    suggest_names,
+)
 
 BUILTIN: dict[str, str] = {
     "digits": "hpsearch.objectives.builtin.digits:Digits",
@@ -78,7 +86,8 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             "and a LoopObjective needs suggest and run"
         )
     try:
-        objective = cls()
+        with keep_recursion_limit():
+            objective = cls()
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ObjectiveError(f"{cls.__name__}() failed: {format_user_error(error, find_source_file(cls))}") from error
     _check(objective)
@@ -262,14 +271,15 @@ def _import_module(name: str) -> ModuleType:
 @contextmanager
 def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
-        yield
+        with keep_recursion_limit():
+            yield
     except ObjectiveError:
         raise
     except (Exception, SystemExit) as error:
         text = format_user_error(error, file)
-        if file is not None and isinstance(error, SyntaxError) and "null bytes" in str(error):
+        if file is not None and isinstance(error, SyntaxError) and "null bytes" in get_message(error):
             text = f"{format_path(file)} is not a text file in UTF-8; save it as UTF-8"
-        elif file is not None and "relative import with no known parent" in str(error):
+        elif file is not None and "relative import with no known parent" in get_message(error):
             text += f"; give its module instead of the file, such as {file.parent.name}.{file.stem}:CLASS"
         raise ObjectiveError(text) from error
 

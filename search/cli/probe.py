@@ -79,7 +79,7 @@ def _probe(reference: str) -> str | None:
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
-        return number.name if number in _CRASHES else None
+        return None if number == signal.SIGALRM else number.name
     code = os.WEXITSTATUS(status)
     return None if code == _ENDED else f"exit code {code}"
 

@@ -29,7 +29,10 @@ def main() -> None:
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
     except SystemExit as error:
-        prepare_exit(error.code if isinstance(error.code, int) else 0)
+        code = error.code if isinstance(error.code, int) else 0
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would raise in exit hooks of libraries
+            signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+        prepare_exit(code)
         raise
 
 

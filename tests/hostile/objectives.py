@@ -45,6 +45,8 @@ PARTS = {
     "locale": "locale.setlocale(locale.LC_ALL, 'C')",
     "start method": "multiprocessing.set_start_method('spawn', force=True)",
 }
+_INT, _TERM, _HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+SIGNALS = ((_INT,), (_TERM,), (_HUP,), (_INT, _INT), (_TERM, _TERM), (_INT, _TERM))
 PLACES = ("import", "init", "suggest", "first report", "last report", "end")
 
 _SOURCE = """
@@ -103,6 +105,4 @@ def make_misbehaviour(random: Random) -> Misbehaviour:
     """Return the next case: up to two hostile parts, and mostly a signal at a random moment."""
     places = random.sample(PLACES, random.choice([0, 1, 1, 2]))
     parts = tuple((place, random.choice(sorted(PARTS))) for place in places)
-    int_, term, hup = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    signals = random.choice([(), (int_,), (term,), (hup,), (int_, int_), (term, term), (int_, term)])
-    return Misbehaviour(parts, signals, random.random())
+    return Misbehaviour(parts, random.choice([(), *SIGNALS]), random.random())

@@ -17,12 +17,18 @@ from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.web.token import find_token
 from tests.faults.harness import Command, Zygote
-from tests.hostile.objectives import Misbehaviour, make_misbehaviour
+from tests.hostile.objectives import SIGNALS, Misbehaviour, make_misbehaviour
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 TRIALS = 3
 DOCUMENTED = {0, 1, 2, 3, 130, 143, -1}  # -1: a command other than `run` has no handler of SIGHUP
+COMMANDS = [
+    *(["studies"], ["show", "{study}"], ["report", "{study}"], ["sync", "{study}"], ["stop", "{study}"]),
+    *(["export", "{study}", "--output", "{index}.csv"], ["gc", "{study}", "--yes"], ["worker", "--study", "{study}"]),
+    *(["start", "{study}"], ["objective", "show", "{file}"], ["train", "{file}", "--run-dir", "{index}"], ["doctor"]),
+    ["run", "{file}", "--name", "{study}", "--trials", "2", "--models", "none", "--workers", "0"],
+]
 USUAL_SECONDS = 6.0
 LONGEST_SECONDS = 120.0  # of a search whose signal handlers wait for --grace
 LEFT_SECONDS = 10.0
@@ -38,6 +44,10 @@ class Arena:
     environment: dict[str, str]
     violations: list[str] = field(default_factory=list)
 
+    def command(self, arguments: list[str]) -> Command:
+        """Start a command."""
+        return self.zygote.command(arguments, cwd=self.folder, **self.environment)
+
     def run(self, number: int, case: Misbehaviour) -> None:
         """Run a search with the signals, then the same command again."""
         name = f"hostile-{id(self)}-{number}"
@@ -48,7 +58,7 @@ class Arena:
         faults = []
         for signals in (case.signals, ()):
             started = time.monotonic()
-            command = self.zygote.command(arguments, cwd=self.folder, **self.environment)
+            command = self.command(arguments)
             for index, signum in enumerate(signals):
                 wait = case.moment * USUAL_SECONDS if index == 0 else 0.3
                 _sleep_until(lambda: command.poll() is not None, wait)  # noqa: B023 called at once
@@ -58,13 +68,13 @@ class Arena:
             if not _sleep_until(lambda: command.poll() is not None, LONGEST_SECONDS):  # noqa: B023 as above
                 faults.append(f"runs for {time.monotonic() - started:.0f} s")
                 command.kill()
-            faults += self._find_faults(command, name, is_last=not signals)
+            faults += self.find_faults(command, name, is_last=not signals)
             if not signals:
                 break
         if faults:
             self.violations.append(f"case {number}, {case}: {'; '.join(faults)}")
 
-    def _find_faults(self, command: Command, name: str, *, is_last: bool) -> list[str]:
+    def find_faults(self, command: Command, name: str, *, is_last: bool) -> list[str]:
         code, said = command.wait(), command.log.read_text(errors="replace")
         faults = [] if code in DOCUMENTED else [f"exit code {code}"]
         if "Traceback" in said:
@@ -125,4 +135,29 @@ def test_misbehaving_searches_follow_the_rules(arena: Arena, seed: int, number: 
         case = make_misbehaviour(random)
         print(f"{index} {case}", flush=True)
         arena.run(index, case)
+    assert not arena.violations, "\n".join(arena.violations)
+
+
+@pytest.mark.parametrize(("seed", "number"), [(1, 60), (2, 60), (3, 60)])
+def test_commands_with_signals_follow_the_rules(arena: Arena, seed: int, number: int) -> None:
+    """At a random moment, also while the command starts; then the same command succeeds."""
+    random, study, file = Random(seed), f"signals-{id(arena)}", arena.folder / "quiet.py"
+    file.write_text(Misbehaviour((), (), 0.0).source)
+    create = ["run", str(file), "--name", study, "--trials", "2", "--models", "none", "--workers", "1"]
+    assert arena.command(create).wait() == 0
+    for index in range(number):
+        arguments = [part.format(study=study, file=file, index=index) for part in random.choice(COMMANDS)]
+        signals, moment = random.choice(SIGNALS), random.random() * random.choice([0.1, 1.0])
+        command = arena.command(arguments)
+        for wait, signum in zip((moment, 0.05), signals, strict=False):
+            _sleep_until(lambda: command.poll() is not None, wait)  # noqa: B023 called at once
+            if command.poll() is None:
+                with suppress(ProcessLookupError):
+                    command.send_signal(signum)
+        faults = arena.find_faults(command, study, is_last=False)
+        again = arena.command(arguments)
+        if again.wait() != 0:
+            faults.append(f"exit code {again.wait()} without a signal: {again.log.read_text()[-300:]}")
+        if faults:
+            arena.violations.append(f"{arguments} {signals} after {moment:.3f} s: {'; '.join(faults)}")
     assert not arena.violations, "\n".join(arena.violations)

@@ -8,6 +8,7 @@ import pytest
 
 from hpsearch import BUILTIN, BaseObjective, Objective, ObjectiveError, load_objective, objective_reference, source_hash
 from hpsearch.objectives.errors import format_traceback, format_user_error
+from tests.factories import LOOP_OBJECTIVE
 
 GOOD = """
 from hpsearch import Objective, TrainConfig
@@ -165,6 +166,7 @@ def test_an_objective_that_is_not_found_is_an_error_with_a_remedy(write, referen
         ("\nimport no_such_module\n", "mine.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
         ("from torch import no_such_thing\n", "mine.py:1: ImportError: cannot import name 'no_such_thing'"),
         ("import sys\nsys.exit(3)\n", "mine.py:2: SystemExit: 3"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})\n", "mine.py:1: Mute"),
         ("raise RuntimeError('two\\nlines')\n", "mine.py:1: RuntimeError: two"),
         ("import wrong_neighbour\n", "wrong_neighbour.py:2: SyntaxError"),
         ("from hpsearch import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1"),
@@ -176,6 +178,15 @@ def test_an_error_in_a_file_of_the_user_has_file_and_line(write, text, message, 
     write("mine.py", text)
     assert _refused(reference).startswith(message)
     assert _refused(reference).startswith(message), "a second try has the same message"
+
+
+def test_an_objective_may_neither_end_the_process_nor_lower_the_recursion_limit(write):
+    before = sys.getrecursionlimit()
+    write("mine.py", f"import sys\nsys.setrecursionlimit({before} - 100)\n{LOOP_OBJECTIVE}")
+    load_objective("mine.py")
+    assert sys.getrecursionlimit() == before
+    write("other.py", f"{LOOP_OBJECTIVE}\n    def __init__(self):\n        raise SystemExit(3)\n")
+    assert _refused("other.py") == "Loop() failed: other.py:15: SystemExit: 3"
 
 
 @pytest.mark.parametrize(

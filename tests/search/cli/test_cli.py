@@ -176,10 +176,11 @@ def test_a_file_that_cannot_be_an_objective_is_named(refuse, tmp_path: Path, con
     ("code", "how"),
     [
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "SIGSEGV"),
+        ("import os\nos.kill(os.getpid(), 9)\n", "SIGKILL"),
         ("import os\nos._exit(0)\n", "exit code 0"),
         ("import os\nos._exit(143)\n", "exit code 143"),
     ],
-    ids=["segfault", "exit 0", "exit 143"],
+    ids=["segfault", "kill", "exit 0", "exit 143"],
 )
 def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: Path, code: str, how: str) -> None:
     (tmp_path / "u.py").write_text(code)

@@ -94,6 +94,12 @@ def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
 
 
+def test_ctrl_c_while_the_interpreter_exits_is_silent() -> None:
+    code = "import atexit, os; atexit.register(os.kill, os.getpid(), 2); from hpsearch.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_worker_reports_a_stop_before_it_is_loaded(tmp_path: Path) -> None:
     """Otherwise its fleet would attribute the exit to code of the objective."""
     environment = {**os.environ, EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
