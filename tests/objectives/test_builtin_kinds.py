@@ -20,6 +20,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import tensors
 
 NAMES = ("text", "molecules", "language", "series", "denoise")
+SLOW = ("text", "molecules", "language")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +127,9 @@ LEARNED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in NAMES]
+)
 def test_an_objective_beats_its_baseline_and_its_export_reproduces_the_score(name):
     epochs, baseline = LEARNED[name]
     objective = _with_splits(name)
@@ -172,7 +175,7 @@ class _Stops(LocalSession):
         return Verdict.STOP if record.epoch == 3 else Verdict.CONTINUE
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
     gan = load_objective("gan")
     plan = RunPlan(8, 0, 0)

@@ -42,8 +42,14 @@ def in_pieces(make, config, folder, *, steps, **settings):
     return result, attempts
 
 
-@pytest.mark.parametrize("workers", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-@pytest.mark.parametrize("name", [pytest.param("loader", marks=pytest.mark.slow), *sorted(set(CONFIGS) - {"loader"})])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, workers, marks=[] if workers is None else pytest.mark.soak)
+        for name in sorted(CONFIGS)
+        for workers in (None, 0, 2)
+    ],
+)
 def test_any_configuration_resumes_exactly_within_an_epoch(name, workers, tmp_path):
     config = CONFIGS[name]
     if workers is not None:
