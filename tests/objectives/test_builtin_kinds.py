@@ -42,8 +42,9 @@ def _with_splits(name):
     return objective
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, "gan"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.soak) for name in NAMES if name != "series"), "series", "gan"]
+)
 def test_every_configuration_of_the_space_returns_finite_outputs(name):
     objective = load_objective(name)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))

@@ -132,7 +132,7 @@ class _Bound(nn.Module):
         return nn.functional.cross_entropy(output, target, reduction="none") * 30 + self.least
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_loss_floor_is_subtracted_from_the_loss(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
     blamed = run_smoke_test(objective_with(**loss), steps=200)

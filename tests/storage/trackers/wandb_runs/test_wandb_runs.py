@@ -162,7 +162,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     raise AssertionError("waited in vain")
 
 
-@pytest.mark.parametrize("victim", ["process", "service"])
+@pytest.mark.parametrize("victim", [pytest.param("process", marks=pytest.mark.soak), "service"])
 def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Readers, victim: str) -> None:
     """The package's own service may be killed too: the run is sent again, except for the records in its files."""
     before = children()
