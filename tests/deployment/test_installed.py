@@ -21,7 +21,7 @@ from docs.packages import FOLDERS, ROOT
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.web.token import read_token
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.xdist_group("installed")]
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("installed")]
 
 PROJECT = {
     "objectives/__init__.py": """

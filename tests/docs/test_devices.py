@@ -43,7 +43,10 @@ def imported() -> None:
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("title", "text"),
-    [*CASES.items(), *(pytest.param(*case, marks=_WITH_DEEPSPEED) for case in ZERO.items())],
+    [
+        *(pytest.param(*case, marks=[] if case[0] == "FSDP" else pytest.mark.soak) for case in CASES.items()),
+        *(pytest.param(*case, marks=_WITH_DEEPSPEED) for case in ZERO.items()),
+    ],
     ids=[*CASES, *ZERO],
 )
 def test_an_example_resumes_on_two_ranks(title: str, text: str, tmp_path: Path) -> None:

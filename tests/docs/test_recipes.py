@@ -15,7 +15,9 @@ from tests.docs.recipes import DIFFS, RECIPES, name_in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=pytest.mark.soak) if title.startswith("Images") else title for title in RECIPES]
+)
 def test_a_recipe_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
     path = tmp_path / "recipe.py"

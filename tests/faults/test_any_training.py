@@ -36,7 +36,7 @@ CASES = {
 }
 
 # The others use the same code paths, so only soak tests run them.
-OFTEN = ("Variable-length sequences", "Custom training loop (GAN)")
+OFTEN = ("Variable-length sequences",)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import tensors
 
 NAMES = ("text", "molecules", "language", "series", "denoise")
+SLOW = ("text", "molecules", "language")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,8 +42,9 @@ def _with_splits(name):
     return objective
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES, "gan"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.soak) for name in NAMES if name != "series"), "series", "gan"]
+)
 def test_every_configuration_of_the_space_returns_finite_outputs(name):
     objective = load_objective(name)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
@@ -126,7 +128,9 @@ LEARNED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in NAMES]
+)
 def test_an_objective_beats_its_baseline_and_its_export_reproduces_the_score(name):
     epochs, baseline = LEARNED[name]
     objective = _with_splits(name)
@@ -172,7 +176,7 @@ class _Stops(LocalSession):
         return Verdict.STOP if record.epoch == 3 else Verdict.CONTINUE
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gan_learns_and_resumes_bit_identically(tmp_path):
     gan = load_objective("gan")
     plan = RunPlan(8, 0, 0)

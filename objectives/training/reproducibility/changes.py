@@ -36,7 +36,8 @@ def read_changes(source: Path | None) -> str:
     root = run_git(source.parent, "rev-parse", "--show-toplevel")
     names = run_git(source.parent, "diff", "--no-ext-diff", "--name-only", "-z", "HEAD") if root else ""
     changed = {Path(root, name).resolve(): name for name in names.split("\0") if name.endswith(".py")}
-    files = [changed[path] for path in _find_imported_files(source.resolve()) if path in changed] if changed else []
+    imported = _find_imported_files(source.resolve(), Path(root).resolve()) if changed else set()
+    files = [name for path, name in changed.items() if path in imported]
     if not files:
         return ""
     diff = run_git(Path(root), "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *sorted(files))
@@ -73,29 +74,30 @@ def hide_secrets(diff: str) -> str:
     return "\n".join(lines)
 
 
-def _find_imported_files(source: Path) -> set[Path]:
-    """Return the source file and the files of the loaded modules that it imports, directly or through other modules."""
+def _find_imported_files(source: Path, root: Path) -> set[Path]:
+    """Return the source file and the loaded files below `root` that it imports, directly or through each other."""
+    file_by_name = {name: file for name, module in list(sys.modules.items()) if (file := _find_file(module, root))}
     names_by_file: dict[Path, list[str]] = {}
-    for name, module in list(sys.modules.items()):
-        if file := getattr(module, "__dict__", {}).get("__file__"):
-            names_by_file.setdefault(Path(file).resolve(), []).append(name)
-    file_by_name = {name: file for file, names in names_by_file.items() for name in names}
+    for name, file in file_by_name.items():
+        names_by_file.setdefault(file, []).append(name)
     found, waiting = {source}, [source]
     while waiting:
         file = waiting.pop()
         for name in _list_imports(file, names_by_file.get(file, [])):
             imported = file_by_name.get(name)
-            if imported is not None and imported not in found and not _is_installed(imported):
+            if imported is not None and imported not in found:
                 found.add(imported)
                 waiting.append(imported)
     return found
 
 
-def _is_installed(file: Path) -> bool:
-    return file.suffix != ".py" or "site-packages" in file.parts or file.is_relative_to(_STANDARD_LIBRARY)
-
-
-_STANDARD_LIBRARY = Path(os.__file__).resolve().parent
+def _find_file(module: object, root: Path) -> Path | None:
+    """Return the source file of a module; None if it is not below `root`, or in an installed package."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    if not isinstance(file, str) or not file.endswith(".py") or "site-packages" in file:
+        return None
+    path = Path(file).resolve()
+    return path if path.is_relative_to(root) else None
 
 
 def _list_imports(file: Path, names: list[str]) -> Iterator[str]:

@@ -102,7 +102,14 @@ def made(**parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [{}, {"workers": 1}, {"scheduler": "cycle"}], ids=["plateau", "loader", "cycle"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param({}, id="plateau"),
+        pytest.param({"workers": 1}, id="loader", marks=pytest.mark.soak),
+        pytest.param({"scheduler": "cycle"}, id="cycle"),
+    ],
+)
 def test_a_resumed_run_is_bit_identical(parts, tmp_path):
     whole = assert_resumed_exactly(made(**parts), tmp_path)
     rates = [record.metrics["lr"] for record in whole.history]

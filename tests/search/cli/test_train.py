@@ -47,7 +47,7 @@ def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:
     assert len(re.findall(r"^test loss \S+  accuracy \S+  macro_f1 \S+$", out, re.MULTILINE)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_digits_with_defaults_reaches_a_good_accuracy(capsys) -> None:
     code, out, _ = call(capsys, "train", "digits", "--run-dir", "a")
     assert code == 0

@@ -70,6 +70,7 @@ def curves(seed: int) -> FreezeThawSampler:
     return FreezeThawSampler(seed=seed, epochs=EPOCHS, random_fraction=0.0)
 
 
+@pytest.mark.soak
 def test_multi_objective_search_beats_random_search():
     def worth(sampler: Callable[[int], BaseSampler], start: int) -> float:
         search = Search()

@@ -152,6 +152,7 @@ def test_the_digest_of_the_files_is_recorded_with_the_trial_and_the_promotion(
     assert said.split()[0] == digest
 
 
+@pytest.mark.soak
 def test_the_digest_of_the_promotion_is_valid_if_a_worker_changes_its_own(own_tracked: Tracked, own_model: str) -> None:
     promote(own_tracked.stored, own_tracked.tracking)
     trial_id = own_tracked.stored.trials()[TRIAL]._trial_id
@@ -354,8 +355,9 @@ def save(value: object) -> bytes:
         (pickle_inputs, "pickled objects in data/sample_inputs/model.pt"),
     ],
 )
+@pytest.mark.parametrize("with_effect", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_program_that_executes_code_is_detected(
-    exported: Path, tmp_path: Path, attack: Callable[[Members, str], None], part: str
+    exported: Path, tmp_path: Path, attack: Callable[[Members, str], None], part: str, with_effect: bool
 ) -> None:
     """Each program creates a file when torch loads and calls it, and `find_code` describes the reason."""
     path, marker = exported / "data" / "model.pt2", tmp_path / "marker"
@@ -369,6 +371,7 @@ def test_a_program_that_executes_code_is_detected(
     assert found.startswith(part), found
     assert found.endswith(" in data/model.pt2")
     assert not marker.exists()
-    code = f"import torch; torch.export.load({str(path)!r}).module()(torch.randn(4, 1, 8, 8))"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert marker.exists(), "the attack has no effect, so the test shows nothing"
+    if with_effect:
+        code = f"import torch; torch.export.load({str(path)!r}).module()(torch.randn(4, 1, 8, 8))"
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert marker.exists(), "the attack has no effect, so the test shows nothing"

@@ -127,8 +127,11 @@ SAMPLERS: dict[str, tuple[Callable[[int], BaseSampler], Callable[[int], BaseSamp
 }
 
 
-@pytest.mark.parametrize("directions", [["minimize"], TWO], ids=["one metric", "two metrics"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "directions"),
+    [("tpe", ["minimize"]), ("tpe", TWO), ("gp", ["minimize"]), pytest.param("gp", TWO, marks=pytest.mark.soak)],
+    ids=["tpe, one metric", "tpe, two metrics", "gp, one metric", "gp, two metrics"],
+)
 def test_without_pruned_trials_the_suggestions_are_those_of_optuna(name: str, directions: Sequence[str]) -> None:
     ours, optunas = SAMPLERS[name]
     study = study_of(directions, [COMPLETE] * 24)

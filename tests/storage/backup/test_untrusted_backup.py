@@ -48,6 +48,22 @@ def other(postgres_server: PostgresServer) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="module")
+def mlflow_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """Return the URL of a database with empty tables of MLflow."""
+    with create_database(postgres_server, f"mlflow_{os.getpid()}") as name:
+        create_mlflow_tables(url := postgres_server.url(name, user=OWNER), "heads")
+        yield url
+
+
+@pytest.fixture
+def mlflow_cursor(mlflow_url: str) -> Iterator[Any]:
+    """Return a cursor of MLflow's tables in a transaction that is rolled back."""
+    with open_cursor(mlflow_url, application_name="test") as cursor:
+        yield cursor
+        cursor.connection.rollback()
+
+
 def make_backup(
     file: Path,
     owner_url: str,
@@ -334,27 +350,25 @@ RUN, OWN_MODEL = "0123456789abcdef" * 2, "m-" + "0123456789abcdef" * 2
         ("http://[", "mlflow-artifacts:/unknown"),
     ],
 )
-def test_locations_of_artifacts_are_replaced(empty_database_url: str, location: str, restored: str) -> None:
+def test_locations_of_artifacts_are_replaced(mlflow_cursor: Any, location: str, restored: str) -> None:
     """MLflow deletes and writes files at the locations in its database."""
-    create_mlflow_tables(empty_database_url, "heads")
     tables = ("experiments.artifact_location", "model_versions.storage_location")
-    with open_cursor(empty_database_url, application_name="test") as cursor:
-        cursor.execute(
-            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', %(l)s);"
-            "INSERT INTO registered_models (name, workspace) VALUES ('m', 'default');"
-            "INSERT INTO model_versions (name, version, source, storage_location, workspace)"
-            " VALUES ('m', 1, 'models:/m-1', %(l)s, 'default');"
-            "INSERT INTO webhooks (webhook_id, name, url, status, creation_timestamp, last_updated_timestamp)"
-            " VALUES ('w', 'w', 'http://evil.example', 'ACTIVE', 0, 0)",
-            {"l": location},
-        )
-        assert replace_artifact_locations(cursor) == (0 if location == restored else len(tables))
-        delete_acting_rows(cursor)
-        for table, _, column in (name.partition(".") for name in tables):
-            cursor.execute(f"SELECT {column} FROM {table}")
-            assert cursor.fetchall() == [(restored,)]
-        cursor.execute("SELECT source, (SELECT count(*) FROM webhooks) FROM model_versions")
-        assert cursor.fetchall() == [("models:/m-1", 0)]
+    mlflow_cursor.execute(
+        "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', %(l)s);"
+        "INSERT INTO registered_models (name, workspace) VALUES ('m', 'default');"
+        "INSERT INTO model_versions (name, version, source, storage_location, workspace)"
+        " VALUES ('m', 1, 'models:/m-1', %(l)s, 'default');"
+        "INSERT INTO webhooks (webhook_id, name, url, status, creation_timestamp, last_updated_timestamp)"
+        " VALUES ('w', 'w', 'http://evil.example', 'ACTIVE', 0, 0)",
+        {"l": location},
+    )
+    assert replace_artifact_locations(mlflow_cursor) == (0 if location == restored else len(tables))
+    delete_acting_rows(mlflow_cursor)
+    for table, _, column in (name.partition(".") for name in tables):
+        mlflow_cursor.execute(f"SELECT {column} FROM {table}")
+        assert mlflow_cursor.fetchall() == [(restored,)]
+    mlflow_cursor.execute("SELECT source, (SELECT count(*) FROM webhooks) FROM model_versions")
+    assert mlflow_cursor.fetchall() == [("models:/m-1", 0)]
 
 
 OTHER = "f" * 32
@@ -374,16 +388,14 @@ OTHER = "f" * 32
         (RUN, f"/srv/7/{RUN}/artifacts/{'x' * 150}", f"unknown/{RUN}"),  # too long for the column with the prefix
     ],
 )
-def test_a_run_has_a_folder_of_its_own(empty_database_url: str, run_id: str, location: str, restored: str) -> None:
+def test_a_run_has_a_folder_of_its_own(mlflow_cursor: Any, run_id: str, location: str, restored: str) -> None:
     """`mlflow gc` deletes the folder of a deleted run."""
-    create_mlflow_tables(empty_database_url, "heads")
-    with open_cursor(empty_database_url, application_name="test") as cursor:
-        cursor.execute(
-            "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', 'mlflow-artifacts:/7');"
-            "INSERT INTO runs (run_uuid, experiment_id, artifact_uri) VALUES (%s, 7, %s), (%s, 7, %s);",
-            (run_id, location, OTHER, other := f"mlflow-artifacts:/7/{OTHER}/artifacts"),
-        )
-        restored = f"mlflow-artifacts:/{restored}"
-        assert replace_artifact_locations(cursor) == (location != restored)
-        cursor.execute("SELECT artifact_uri FROM runs ORDER BY run_uuid = %s DESC", (run_id,))
-        assert cursor.fetchall() == [(restored,), (other,)]
+    mlflow_cursor.execute(
+        "INSERT INTO experiments (experiment_id, name, artifact_location) VALUES (7, 'e', 'mlflow-artifacts:/7');"
+        "INSERT INTO runs (run_uuid, experiment_id, artifact_uri) VALUES (%s, 7, %s), (%s, 7, %s);",
+        (run_id, location, OTHER, other := f"mlflow-artifacts:/7/{OTHER}/artifacts"),
+    )
+    restored = f"mlflow-artifacts:/{restored}"
+    assert replace_artifact_locations(mlflow_cursor) == (location != restored)
+    mlflow_cursor.execute("SELECT artifact_uri FROM runs ORDER BY run_uuid = %s DESC", (run_id,))
+    assert mlflow_cursor.fetchall() == [(restored,), (other,)]

@@ -309,6 +309,7 @@ def test_credentials_for_another_server_do_not_lock_the_user_out(
         assert reply.status == 200
 
 
+@pytest.mark.soak
 def test_no_auth_needs_no_token_until_auth_is_chosen_again_and_tokens_are_replaced(
     own_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

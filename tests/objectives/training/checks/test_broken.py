@@ -346,7 +346,11 @@ BROKEN: dict[type[Objective], str | None] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(broken, marks=[pytest.mark.soak] if number % 4 else []) for number, broken in enumerate(BROKEN)],
+    ids=lambda broken: broken.__name__,
+)
 def test_faults_are_found_before_a_search(broken: type[Objective]) -> None:
     wanted, found = BROKEN[broken], find_faults(broken())
     assert bool(found) == (wanted is not None)

@@ -243,7 +243,7 @@ class Experts(Sound):
             return codes
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "objective", [Sound, Frozen, Noisy, Normalized, ZeroStart, Augmented, Autoencoder, Evaluated, Experts]
 )

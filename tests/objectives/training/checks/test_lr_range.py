@@ -31,7 +31,7 @@ def test_the_rate_of_the_steepest_descent_is_suggested():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits", "breast_cancer"])
+@pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.soak), "breast_cancer"])
 def test_a_suggested_rate_trains_well(name):
     objective = load_objective(name)
     default = objective.default_config()

@@ -267,7 +267,7 @@ def test_close_samples_are_no_near_duplicates_where_all_samples_are_close(make: 
     assert "near_duplicates" not in find_leaks(split(make(), y))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", sorted({*BUILTIN} - {"gan"}))  # which has a custom loop
 def test_the_built_in_objectives_have_no_leak(name: str) -> None:
     assert find_leaks(load_objective(name).data(0)) == {}

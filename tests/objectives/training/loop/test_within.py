@@ -42,8 +42,14 @@ def in_pieces(make, config, folder, *, steps, **settings):
     return result, attempts
 
 
-@pytest.mark.parametrize("workers", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-@pytest.mark.parametrize("name", [pytest.param("loader", marks=pytest.mark.slow), *sorted(set(CONFIGS) - {"loader"})])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, workers, marks=[] if workers is None else pytest.mark.soak)
+        for name in sorted(CONFIGS)
+        for workers in (None, 0, 2)
+    ],
+)
 def test_any_configuration_resumes_exactly_within_an_epoch(name, workers, tmp_path):
     config = CONFIGS[name]
     if workers is not None:
@@ -55,7 +61,7 @@ def test_any_configuration_resumes_exactly_within_an_epoch(name, workers, tmp_pa
     same_result(result, whole)
 
 
-@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_stream_resumes_exactly_within_an_epoch(workers, tmp_path):
     config = TrainConfig(lr=0.05, batch_size=16, num_workers=workers)
     result, attempts = in_pieces(Sums, config, tmp_path, steps=6)
@@ -120,7 +126,7 @@ def wine_with(metrics):
 
 
 @pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
-@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_state_of_metrics_is_saved_within_an_epoch(metrics, accumulation, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, gradient_accumulation_steps=accumulation, validate_every=2)
     whole = fit(wine_with(metrics)(), config, epochs=3)

@@ -21,7 +21,7 @@ from tests.objectives.training.ranks.support import AVERAGED, SHARDED, WideSides
 
 EPOCHS = 2
 
-pytestmark = pytest.mark.xdist_group("ranks")  # the tests share runs
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("ranks")]  # the tests share runs
 
 
 class Tied(WideSides):

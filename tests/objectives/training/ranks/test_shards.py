@@ -111,7 +111,7 @@ def test_a_sharded_checkpoint_names_the_shard_of_each_rank(two):
     assert max(sizes) < 2 * min(sizes)
 
 
-@pytest.mark.parametrize("how", ["torn", "changed", "gone"])
+@pytest.mark.parametrize("how", ["torn", *(pytest.param(how, marks=pytest.mark.soak) for how in ("changed", "gone"))])
 def test_an_invalid_shard_invalidates_only_its_checkpoint(how, two, undisturbed, tmp_path, caplog):
     run_dir = tmp_path / "after"
     shutil.copytree(two[0] / "torn" / "after", run_dir)

@@ -112,7 +112,13 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code"), [(Outcome.PRUNED, 0), (Outcome.FAILED, 1), (Outcome.LOST, 1), (Outcome.CANCELLED, 1)]
+    ("outcome", "code"),
+    [
+        (Outcome.PRUNED, 0),
+        (Outcome.FAILED, 1),
+        pytest.param(Outcome.LOST, 1, marks=pytest.mark.soak),
+        pytest.param(Outcome.CANCELLED, 1, marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_has_the_outcome_of_its_trial(post: Post, readers: Readers, outcome: Outcome, code: int) -> None:
     journal = post.open()
@@ -156,7 +162,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     raise AssertionError("waited in vain")
 
 
-@pytest.mark.parametrize("victim", ["process", "service"])
+@pytest.mark.parametrize("victim", [pytest.param("process", marks=pytest.mark.soak), "service"])
 def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Readers, victim: str) -> None:
     """The package's own service may be killed too: the run is sent again, except for the records in its files."""
     before = children()
