@@ -59,13 +59,22 @@ def check_import(reference: str) -> None:
     )
 
 
+def _fork() -> int:
+    """Fork this process. Python would ignore a KeyboardInterrupt in the functions that libraries run after a fork."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def _probe(reference: str) -> str | None:
     """Import an objective in a forked process; return the signal or exit code that ended it, None if none did."""
     import torch  # noqa: F401  # before the fork, so that the forked process and the command load it once
 
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if (pid := os.fork()) == 0:
+    if (pid := _fork()) == 0:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS)
@@ -111,10 +120,8 @@ class ObjectiveProcess:
     def __enter__(self) -> Self:
         if sys.platform == "linux" and normalize_reference(self._reference) not in BUILTIN:
             self._connection, theirs = multiprocessing.Pipe()
-            sys.stdout.flush()
-            sys.stderr.flush()
             parent = os.getpid()
-            if (pid := os.fork()) == 0:
+            if (pid := _fork()) == 0:
                 try:
                     self._connection.close()
                     kill_with_parent(parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 
 import optuna
 
@@ -67,7 +66,11 @@ def run_worker(
     context = WorkerContext(name, options, stop)
     # With several ranks, a signal may mean that another rank has died, and such an attempt is not without cost.
     if is_own_process and options.world_size == 1:
-        leave = partial(context.registration.record_exit, _EXIT_REASONS[EXIT_DRAINED])
+
+        def leave() -> None:
+            end_session()
+            context.registration.record_exit(_EXIT_REASONS[EXIT_DRAINED])
+
         context.startup = Startup(context.is_stopping, leave)
     code = EXIT_UNAVAILABLE
     try:

@@ -130,7 +130,7 @@ Wine = Ending
             "python -X faulthandler -m hpsearch smoke",
         ),
         ("os._exit(0)", "(exit code 0)", "remove the call that ends the process"),
-        ("raise SystemExit", "raises SystemExit", "remove it"),
+        ("raise KeyboardInterrupt", "raises KeyboardInterrupt", "remove it"),
         ("raise MemoryError", "needs too much memory", "smaller bounds in suggest"),
     ],
     ids=["segfault", "exit", "exception", "memory"],
