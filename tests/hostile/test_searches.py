@@ -27,7 +27,7 @@ COMMANDS = [
     *(["studies"], ["show", "{study}"], ["report", "{study}"], ["sync", "{study}"], ["stop", "{study}"]),
     *(["export", "{study}", "--output", "{index}.csv"], ["gc", "{study}", "--yes"], ["worker", "--study", "{study}"]),
     *(["start", "{study}"], ["objective", "show", "{file}"], ["train", "{file}", "--run-dir", "{index}"], ["doctor"]),
-    ["run", "{file}", "--name", "{study}", "--trials", "2", "--models", "none", "--workers", "0"],
+    ["run", "{file}", "--name", "{study}-{index}", "--trials", "2", "--models", "none", "--workers", "0"],
 ]
 USUAL_SECONDS = 6.0
 LONGEST_SECONDS = 120.0  # of a search whose signal handlers wait for --grace
