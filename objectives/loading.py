@@ -8,8 +8,9 @@ import importlib.util
 import inspect
 import os
 import shlex
+import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -137,7 +138,7 @@ def locate_sources(reference: str) -> list[Path]:
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:
-        return [file[0].absolute()] if _is_file(file[0]) else []
+        return [file[0].absolute()] if _has_kind(file[0], stat.S_ISREG) else []
     parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
     if not all(parts):
         return []
@@ -183,7 +184,7 @@ def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> t
 def _describe_unknown_reference(reference: str) -> str:
     if "." in reference:
         return f"objective {reference!r} is incomplete; write package.module:Class, or a path that ends in .py"
-    if _is_file(Path(f"{reference}.py")):
+    if _has_kind(Path(f"{reference}.py"), stat.S_ISREG):
         return f"unknown objective {reference!r}; did you mean the file {reference}.py?"
     return f"unknown objective {reference!r}; {suggest_names(reference, list(BUILTIN))}"
 
@@ -201,8 +202,8 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
     """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code."""
-    if not _is_file(path):
-        if path.is_fifo() or path.is_char_device():
+    if not _has_kind(path, stat.S_ISREG):
+        if _has_kind(path, stat.S_ISFIFO) or _has_kind(path, stat.S_ISCHR):
             raise ObjectiveError(f"{format_path(path)} is not a regular file; give a file of Python code")
         raise ObjectiveError(f"file {format_path(path)} does not exist; {_suggest_file(path)}")
     path = path.resolve()
@@ -232,10 +233,10 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
     return module
 
 
-def _is_file(path: Path) -> bool:
-    """Return whether the path is that of a file; False if the system does not accept the path."""
+def _has_kind(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether the path is that of a file of a kind; False if the system does not accept the path."""
     try:
-        return path.is_file()
+        return is_kind(path.stat().st_mode)
     except (OSError, ValueError):  # such as a name of more than 255 bytes
         return False
 
