@@ -288,7 +288,7 @@ def _read_web_token(*, no_auth: bool) -> str | None:
     raise SearchError(f"{TOKEN_VARIABLE} is not set; set it to a random text of your choice, or give --no-auth")
 
 
-_serve = add_group("serve", SERVICES_SECTION, "Run MLflow or the Optuna dashboard in the foreground.")
+_serve = add_group("serve", SERVICES_SECTION, "Run MLflow, the Optuna dashboard or the metrics in the foreground.")
 
 
 @_serve.command()
@@ -367,17 +367,44 @@ def dashboard(
     Browsers need HPSEARCH_WEB_TOKEN of this process, once in the link http://HOST:PORT/?token=TOKEN.
     With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
-    from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.registry_watch import serve_dashboard_and_watch
     from hpsearch.storage.embedded.services import require_server_packages
-    from hpsearch.storage.urls import normalise_url
 
     require_server_packages()
+    url = _require_url(storage_url)
+    token = _read_web_token(no_auth=no_auth)
+    serve_dashboard_and_watch(url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
+
+
+@_serve.command()
+def metrics(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on")] = 9464,
+    storage_url: o.StorageUrl = None,
+    no_auth: NoAuth = False,
+) -> None:
+    """Serve metrics of all studies for Prometheus.
+
+    The page http://HOST:PORT/metrics has workers, trials, epochs, attempts and best values. Prometheus needs
+    HPSEARCH_WEB_TOKEN of this process in authorization.credentials_file.
+    """
+    from hpsearch.storage.embedded.services import require_server_packages
+
+    require_server_packages()
+    from hpsearch.storage.metrics import serve_metrics  # imports a package of the extra `server`
+
+    url = _require_url(storage_url)
+    serve_metrics(url, host=host, port=port, token=_read_web_token(no_auth=no_auth))
+
+
+def _require_url(storage_url: str | None) -> str:
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.urls import normalise_url
+
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
     normalise_url(storage_url)
-    token = _read_web_token(no_auth=no_auth)
-    serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
+    return storage_url
 
 
 SECRET_NAMES = (

@@ -30,7 +30,8 @@ def require_server_packages() -> None:
     Raises:
         StorageError: a package is missing.
     """
-    for name in ("mlflow", "waitress"):  # workers have mlflow-skinny, which contains most of the module mlflow
+    # Workers have mlflow-skinny, which contains most of the module mlflow.
+    for name in ("mlflow", "waitress", "prometheus-client"):
         try:
             distribution(name)
         except PackageNotFoundError:
