@@ -84,7 +84,6 @@ app = typer.Typer(
     help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
     epilog="The wrapper ./hpsearch has four more commands: 'add' (packages for objectives), 'test', 'lint' and 'docs'.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -47,7 +48,30 @@ def worker_option(name: str) -> Any:
     return typer.Option(format_flag(name), envvar=variable, show_envvar=True, help=help_text, rich_help_panel=panel)
 
 
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study")]
+def complete_study(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the studies for tab completion; none if the database is unavailable. Starts no service."""
+    from sqlalchemy.engine import make_url
+
+    from hpsearch.storage.database.connect import open_cursor
+    from hpsearch.storage.embedded.stack import find_running
+    from hpsearch.storage.home import resolve_home
+    from hpsearch.storage.urls import normalise_url
+
+    with contextlib.suppress(Exception):  # a message would destroy the line that the user types
+        given: str | None = ctx.params.get("storage_url")
+        if given is None and (running := find_running(resolve_home(ctx.params.get("home")))) is not None:
+            given = running.storage_url
+        if given is not None:
+            url = make_url(normalise_url(given)).update_query_dict({"connect_timeout": "2"})
+            with open_cursor(
+                url.render_as_string(hide_password=False), application_name="hpsearch completion"
+            ) as cursor:
+                cursor.execute("SELECT study_name FROM studies ORDER BY study_name")
+                return [name for (name,) in cursor.fetchall() if name.startswith(incomplete) and name.isprintable()]
+    return []
+
+
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study", autocompletion=complete_study)]
 StorageUrl = Annotated[str | None, worker_option("storage_url")]
 TrackingUri = Annotated[str | None, worker_option("tracking_uri")]
 Home = Annotated[str | None, worker_option("home")]

@@ -65,7 +65,7 @@ def run(
 
 @register(SEARCH_SECTION)
 def worker(
-    study: Annotated[str, typer.Option("--study", help="Name of the study")],
+    study: Annotated[str, typer.Option("--study", help="Name of the study", autocompletion=o.complete_study)],
     *,
     final_exit_code: Annotated[
         int | None,

@@ -94,7 +94,10 @@ def status(home: o.Home = None) -> int:
 
 @register(SERVICES_SECTION)
 def doctor(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Study to include in the checks")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="STUDY", help="Study to include in the checks", autocompletion=o.complete_study),
+    ] = None,
     *,
     import_objective: Annotated[
         bool, typer.Option("--import-objective", help="Import the code of the study's objective")

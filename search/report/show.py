@@ -80,7 +80,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     if (devices := summarize_devices(study)) is not None:
         lines.append(f"devices: {format_devices(devices)}")
     if summary.untracked:
-        lines.append(_format_untracked(study))
+        lines += _format_untracked(study)
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         which = f"trial {summary.best.number}:" if spec.is_multi_objective else "best trial:"
         lines.append(f"MLflow, {which} {url}")
@@ -93,14 +93,19 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
     return [*lines, *headline.format_next_steps()]
 
 
-def _format_untracked(study: StoredStudy) -> str:
-    """Return a line about the trials some of whose records MLflow does not have, with the command that sends them."""
+def _format_untracked(study: StoredStudy) -> list[str]:
+    """Return a line about the trials some of whose records MLflow does not have, with the command that sends them.
+
+    There is no line if another process has sent them since the summary was read.
+    """
     states = {trial.number: str(trial.user_attrs[TRACKING]) for trial in study.trials() if TRACKING in trial.user_attrs}
+    if not states:
+        return []
     number, first = next(iter(states.items()))
     why = textwrap.shorten(first, 160, placeholder=" ...")
     line = f"MLflow lacks data of {pluralize(len(states), 'trial')}, such as trial {number}: {why}"
     can_send = any(state.startswith((PENDING, "refused")) for state in states.values())
-    return f"{line}; send them with: {format_command('sync', study.spec.name)}" if can_send else line
+    return [f"{line}; send them with: {format_command('sync', study.spec.name)}" if can_send else line]
 
 
 def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:

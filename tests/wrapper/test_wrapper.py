@@ -141,6 +141,13 @@ def test_constraints_without_the_torch_pin_are_rejected(clone: Clone, content: s
     assert not clone.venv.exists()
 
 
+def test_tab_completion_installs_nothing(clone: Clone) -> None:
+    clone.environment["_HPSEARCH_COMPLETE"] = "complete_bash"
+    done = clone.run()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not clone.venv.exists()
+
+
 def test_a_venv_of_the_user_is_not_changed(clone: Clone) -> None:
     clone.venv.mkdir()
     (clone.venv / "precious.txt").touch()

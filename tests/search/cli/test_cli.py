@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.study import StudyDirection
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import raise_interrupt
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import LOOP_OBJECTIVE
 
 
@@ -362,3 +364,21 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("hpsearch.search.api.study.list_studies", lambda **_: raise_interrupt())
     assert run_command(["studies"]) == 130
     assert capsys.readouterr().err == "hpsearch: interrupted\n"
+
+
+def test_tab_completes_the_names_of_studies(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = open_storage(database_url, application_name="test")
+    for name in ("wine", "wine-2", "digits", "wi\x1bne"):
+        storage.create_new_study([StudyDirection.MAXIMIZE], name)
+    monkeypatch.setenv("_HPSEARCH_COMPLETE", "complete_bash")
+    for given, expected in ((database_url, ["wine", "wine-2"]), ("postgresql://u@127.0.0.1:1/none", [])):
+        monkeypatch.setenv("HPSEARCH_STORAGE_URL", given)
+        for words in ("hpsearch show w", "hpsearch worker --study w"):
+            monkeypatch.setenv("COMP_WORDS", words)
+            monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+            with pytest.raises(SystemExit):
+                run_command([])
+            captured = capsys.readouterr()
+            assert (captured.out.split(), captured.err) == (expected, "")
