@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import typer
 
 from hpsearch.former_names import CURRENT_NAMES
-from hpsearch.search.cli import confirm, monitor, objective, run, services, steer
+from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
@@ -33,7 +33,7 @@ from hpsearch.search.spec.kinds import rephrase_error
 # Errors of a full disk, also of an output without a buffer, which `_is_broken` does not find.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-COMMANDS = (run, monitor, steer, confirm, objective, services)  # their imports register the commands on the app
+COMMANDS = (run, monitor, steer, confirm, objective, services, serve)  # their imports register the commands on the app
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -23,8 +22,9 @@ from hpsearch.storage.embedded import state
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.worker_registry import WorkerIdentity, WorkerRegistration
-from tests.storage.dashboard.test_app import answers
 from tests.storage.trials.support import budget
+from tests.waiting import wait_for
+from tests.web import answers
 
 _NAME = 'a "quoted\\" name\nhpsearch_trials{study="forged"} 1'  # label values must not add metrics
 
@@ -61,9 +61,8 @@ def test_prometheus_reads_the_metrics_of_all_studies(database_url: str) -> None:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
     with subprocess.Popen(arguments, env=environment, cwd=Path(hpsearch.__file__).parents[1]) as process:
         try:
-            while not answers(port):
-                assert process.poll() is None, "the service ended"
-                time.sleep(0.05)  # until it listens
+            wait_for(lambda: process.poll() is not None or answers(port), "the service to listen")
+            assert process.poll() is None, "the service ended"
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 urllib.request.urlopen(request)
             request.add_header("Authorization", "Bearer secret")
