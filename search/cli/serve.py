@@ -16,15 +16,6 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
 NoAuth = Annotated[
     bool, typer.Option("--no-auth", help="Accept requests without the token in HPSEARCH_WEB_TOKEN, from everyone")
 ]
-StudiesUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-url",
-        envvar="HPSEARCH_STORAGE_URL",
-        show_envvar=True,
-        help="Postgres of the studies, postgresql://USER@HOST/DATABASE",
-    ),
-]
 _NO_AUTH_METRICS_WARNING = "warning: --no-auth: everyone who can reach this address can read the metrics"
 
 
@@ -41,7 +32,7 @@ def _read_web_token(*, no_auth: bool, warning: str = NO_AUTH_WARNING) -> str | N
     raise SearchError(f"{TOKEN_VARIABLE} is not set; set it to a random text of your choice, or give --no-auth")
 
 
-_serve = add_group("serve", SERVICES_SECTION, "Run MLflow, the Optuna dashboard or the metrics in the foreground.")
+_serve = add_group("serve", SERVICES_SECTION, "Run MLflow, the Optuna dashboard or the metrics.")
 
 
 @_serve.command()
@@ -102,7 +93,15 @@ def _check_free(host: str, port: int) -> None:
 def dashboard(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on")] = 8080,
-    storage_url: StudiesUrl = None,
+    storage_url: Annotated[
+        str | None,
+        typer.Option(
+            "--storage-url",
+            envvar="HPSEARCH_STORAGE_URL",
+            show_envvar=True,
+            help="Postgres of the studies, postgresql://USER@HOST/DATABASE",
+        ),
+    ] = None,
     tracking_uri: o.TrackingUri = None,
     read_only: Annotated[
         bool,
@@ -120,42 +119,44 @@ def dashboard(
     Browsers need HPSEARCH_WEB_TOKEN of this process, once in the link http://HOST:PORT/?token=TOKEN.
     With a tracking server, the dashboard also records promotions that users make in the MLflow UI.
     """
+    from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.registry_watch import serve_dashboard_and_watch
     from hpsearch.storage.embedded.services import require_server_packages
+    from hpsearch.storage.urls import normalise_url
 
     require_server_packages()
-    url = _require_url(storage_url)
+    if storage_url is None:
+        raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
+    normalise_url(storage_url)
     token = _read_web_token(no_auth=no_auth)
-    serve_dashboard_and_watch(url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
+    serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
 
 
 @_serve.command()
 def metrics(
+    *,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on")] = 9464,
-    storage_url: StudiesUrl = None,
+    storage_url: o.StorageUrl = None,
     no_auth: NoAuth = False,
+    home: o.Home = None,
 ) -> None:
     """Serve metrics of all studies for Prometheus.
 
-    The page http://HOST:PORT/metrics has workers, trials, epochs, attempts and best values. Prometheus needs
-    HPSEARCH_WEB_TOKEN of this process in authorization.credentials_file.
+    The page http://HOST:PORT/metrics has workers, trials, epochs, attempts and best values. Prometheus needs the token
+    in authorization.credentials_file: HPSEARCH_WEB_TOKEN of this process, or for the embedded services the file
+    web-token of the home folder.
     """
+    from hpsearch.search.services import find_services
     from hpsearch.storage.embedded.services import require_server_packages
+    from hpsearch.storage.web.token import TOKEN_VARIABLE, load_or_create_token
 
     require_server_packages(("prometheus-client", "waitress"))
     from hpsearch.storage.metrics import serve_metrics  # imports a package of the extra `server`
 
-    url = _require_url(storage_url)
+    _check_free(host, port)
+    services = find_services({"storage_url": storage_url, "home": home})
+    if services.is_embedded:
+        os.environ.setdefault(TOKEN_VARIABLE, load_or_create_token(services.home))
     token = _read_web_token(no_auth=no_auth, warning=_NO_AUTH_METRICS_WARNING)
-    serve_metrics(url, host=host, port=port, token=token)
-
-
-def _require_url(storage_url: str | None) -> str:
-    from hpsearch.search.errors import SearchError
-    from hpsearch.storage.urls import normalise_url
-
-    if storage_url is None:
-        raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
-    normalise_url(storage_url)
-    return storage_url
+    serve_metrics(services.storage_url, host=host, port=port, token=token)
