@@ -32,6 +32,7 @@ PACKAGES = (
     "storage.trackers",
     "storage.records",
     "storage.dashboard",
+    "storage.metrics",
     "storage.embedded",
     "storage.backup",
     # objectives: the training

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import copy
 import csv
-import errno
 from collections.abc import Callable, Container, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
-from urllib.parse import urlsplit
 
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.display import escape_csv_cell
-from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import ATTR_PREFIX
 from hpsearch.storage.rungs.fronts import find_front, to_losses
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.urls import normalise_url
-from hpsearch.storage.web.guard import Guard, Wsgi, guard_wsgi
+from hpsearch.storage.web.guard import Wsgi
+from hpsearch.storage.web.server import reject_unless, serve_wsgi
 
 if TYPE_CHECKING:
     from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -51,26 +48,11 @@ def serve_dashboard(
     Raises:
         StorageError: the database cannot be used, or the address cannot be bound.
     """
-    import waitress
-
     check_database(url)
     app = _add_security_headers(_make_app(normalise_url(url), artifacts))
     if read_only:
         app = _reject_writes(app)
-    app = guard_wsgi(app, Guard(token, answers_health=True))
-    if host in _LOOPBACK:
-        app = _reject_foreign_hosts(app)
-    try:
-        server = waitress.create_server(
-            app, host=host, port=port, threads=8, ident=None,
-            # Redirects must keep the scheme of a TLS proxy; no other forwarded header is trusted.
-            trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise StorageError(f"--port {port} is in use on {host}; choose another port") from None
-        raise StorageError(f"cannot listen on --host {host!r} --port {port} ({error})") from None
-    server.run()
+    serve_wsgi(app, host=host, port=port, token=token)
 
 
 def _make_app(url: str, artifacts: MlflowArtifactStore | None) -> Wsgi:
@@ -99,18 +81,7 @@ class _EscapingCsvWriter:
 def _reject_writes(app: Wsgi) -> Wsgi:
     """Wrap an application so that it rejects requests with a method that may change data."""
     reason = b'{"reason": "This dashboard is read-only."}\n'  # the format of the dashboard's own errors
-    return _reject_unless(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
-
-
-def _reject_foreign_hosts(app: Wsgi) -> Wsgi:
-    """Wrap an application so that it rejects requests for other hosts: a foreign name may resolve to 127.0.0.1."""
-    reason = b"This dashboard answers to 127.0.0.1 and localhost only.\n"
-    return _reject_unless(
-        app,
-        lambda environ: _parse_hostname(f"//{environ.get('HTTP_HOST', '')}") in _LOOPBACK,
-        "text/plain; charset=utf-8",
-        reason,
-    )
+    return reject_unless(app, lambda environ: environ["REQUEST_METHOD"] in _READ_METHODS, "application/json", reason)
 
 
 _ARTIFACTS = "/artifacts/"
@@ -142,25 +113,6 @@ def _add_security_headers(app: Wsgi) -> Wsgi:
         return app(environ, start)
 
     return answer
-
-
-def _reject_unless(app: Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> Wsgi:
-    """Wrap an application so that it answers requests that are not allowed with status 403 and the reason."""
-
-    def answer_if_allowed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if is_allowed(environ):
-            return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", content_type)])
-        return [reason]
-
-    return answer_if_allowed
-
-
-def _parse_hostname(value: str) -> str | None:
-    try:
-        return urlsplit(value).hostname
-    except ValueError:
-        return None
 
 
 _WITH_ARTIFACTS = """

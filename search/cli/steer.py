@@ -121,7 +121,11 @@ def retry(
 def sync(
     study: Annotated[
         str | None,
-        typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies with unsent records]"),
+        typer.Argument(
+            metavar="STUDY",
+            help="Name of the study  [default: all studies with unsent records]",
+            autocompletion=o.complete_study,
+        ),
     ] = None,
     *,
     where: o.Addresses,
@@ -188,7 +192,10 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
 @register(MONITOR_SECTION)
 def gc(
-    name: Annotated[str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all]")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="STUDY", help="Name of the study  [default: all]", autocompletion=o.complete_study),
+    ] = None,
     *,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")

@@ -24,13 +24,14 @@ from hpsearch.storage.home import HOME_VARIABLE
 from hpsearch.storage.web.token import AUTH_NAME, TOKEN_VARIABLE, load_or_create_token
 
 
-def require_server_packages() -> None:
-    """Check that the packages of the pip extra `server`, except Postgres, are installed.
+def require_server_packages(names: Sequence[str] = ("mlflow", "waitress")) -> None:
+    """Check that packages of the pip extra `server` are installed.
 
     Raises:
         StorageError: a package is missing.
     """
-    for name in ("mlflow", "waitress"):  # workers have mlflow-skinny, which contains most of the module mlflow
+    # Workers have mlflow-skinny, which contains most of the module mlflow.
+    for name in names:
         try:
             distribution(name)
         except PackageNotFoundError:

@@ -16,6 +16,7 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.process_identity import get_process_name, has_ended
 
 _HEARTBEAT_SECONDS = 10.0  # interval of heartbeats of a worker without a trial; other workers renew a lease instead
+SILENT_SECONDS = 6 * _HEARTBEAT_SECONDS  # time without a heartbeat after which a worker without a trial counts as lost
 
 _INSERT = sa.text("""
     INSERT INTO hpsearch_workers (worker_id, study_id, name, host, pid, process, engine, job, device, version)
@@ -105,11 +106,10 @@ class WorkerRow:
     left_as: str | None
 
 
-# A worker without a trial counts as lost after six missed heartbeats.
 _SELECT_WORKERS = sa.text(f"""
     SELECT w.*, a.number, a.lease_left, a.expired, v.step, done.trials,
            greatest(w.seen_at, a.renewed_at) AS seen,
-           extract(epoch FROM clock_timestamp() - w.seen_at) > {6 * _HEARTBEAT_SECONDS} AS silent
+           extract(epoch FROM clock_timestamp() - w.seen_at) > {SILENT_SECONDS} AS silent
       FROM hpsearch_workers w
       LEFT JOIN LATERAL (
            SELECT t.trial_id, t.number, extract(epoch FROM a.expires_at - clock_timestamp()) AS lease_left,

@@ -300,9 +300,11 @@ class Arena:
         return (self.orders / f"obeyed-{index}").exists()
 
     def events(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of this kind that workers have written."""
         log = self.orders / "log.jsonl"
-        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return [line for line in lines if line["event"] == event]
+        text = log.read_text() if log.exists() else ""
+        written = text[: text.rfind("\n") + 1]  # a worker may be writing the line after it
+        return [line for line in map(json.loads, written.splitlines()) if line["event"] == event]
 
     def log_size(self) -> int:
         """Return the size of the event log, which grows while workers train and report."""

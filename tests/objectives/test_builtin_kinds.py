@@ -42,6 +42,7 @@ def _with_splits(name):
     return objective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.soak) for name in NAMES if name != "series"), "series", "gan"]
 )

@@ -75,7 +75,10 @@ def hide_secrets(diff: str) -> str:
 
 
 def _find_imported_files(source: Path, root: Path) -> set[Path]:
-    """Return the source file and the loaded files below `root` that it imports, directly or through each other."""
+    """Return the source file and the loaded files below `root` that it imports, directly or through other such files.
+
+    Files elsewhere cannot be in the diff. To parse them too, such as hpsearch's own, takes about a second.
+    """
     file_by_name = {name: file for name, module in list(sys.modules.items()) if (file := _find_file(module, root))}
     names_by_file: dict[Path, list[str]] = {}
     for name, file in file_by_name.items():
@@ -97,7 +100,10 @@ def _find_file(module: object, root: Path) -> Path | None:
     if not isinstance(file, str) or not file.endswith(".py") or "site-packages" in file:
         return None
     path = Path(file).resolve()
-    return path if path.is_relative_to(root) else None
+    return path if path.is_relative_to(root) and not path.is_relative_to(_STANDARD_LIBRARY) else None
+
+
+_STANDARD_LIBRARY = Path(os.__file__).resolve().parent  # a home folder may be a repository, with Python in it
 
 
 def _list_imports(file: Path, names: list[str]) -> Iterator[str]:

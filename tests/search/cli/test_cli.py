@@ -99,7 +99,7 @@ BAD = [
     (["run", "digits", "--checkpoint-url", "/dev/null/x"], ["--checkpoint-url", "cannot be written"]),
     (["worker"], ["--study"]),
     (["rnu"], ["'rnu'", "'run'"]),
-    (["serve", "nothing"], ["'nothing'", "dashboard, mlflow"]),
+    (["serve", "nothing"], ["'nothing'", "dashboard, metrics, mlflow"]),
     (["run", "digits", "--trails", "3"], ["--trails", "did you mean '--trials'"]),
     (["show", "s", "--xyz"], ["unknown option --xyz", "hpsearch show --help"]),
     (["run", "digits", "--stop-when", "1"], ["unknown option --stop-when; it is now '--min-expected-gain'"]),

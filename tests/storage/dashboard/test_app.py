@@ -21,6 +21,7 @@ from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.web.token import find_token
+from tests.web import answers
 
 
 def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **headers: str) -> int:
@@ -73,14 +74,6 @@ def read_only(database_url: str) -> Iterator[str]:
             time.sleep(0.1)  # until it listens
         yield f"127.0.0.1:{port}"
         process.terminate()
-
-
-def answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def test_a_read_only_dashboard_shows_studies_and_rejects_changes(read_only: str, database_url: str) -> None:

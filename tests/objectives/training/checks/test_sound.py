@@ -461,7 +461,11 @@ def check(objective: Objective, seed: int) -> list[str]:
     return [*leaks.values(), *([] if result.passed else [result.reason]), *result.signs]
 
 
-@pytest.mark.parametrize("sound", SOUND[::3], ids=lambda sound: sound.__name__)
+@pytest.mark.parametrize(
+    "sound",
+    [pytest.param(sound, marks=[pytest.mark.soak] if number % 3 else []) for number, sound in enumerate(SOUND)],
+    ids=lambda sound: sound.__name__,
+)
 def test_a_sound_objective_has_no_fault(sound: type[Objective]) -> None:
     assert check(sound(), seed=0) == []
 

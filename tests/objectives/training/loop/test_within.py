@@ -45,9 +45,9 @@ def in_pieces(make, config, folder, *, steps, **settings):
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        pytest.param(name, workers, marks=[] if workers is None else pytest.mark.soak)
-        for name in sorted(CONFIGS)
-        for workers in (None, 0, 2)
+        *((name, None) for name in sorted(set(CONFIGS) - {"loader"})),
+        pytest.param("loader", None, marks=pytest.mark.slow),
+        *(pytest.param(name, workers, marks=pytest.mark.soak) for name in sorted(CONFIGS) for workers in (0, 2)),
     ],
 )
 def test_any_configuration_resumes_exactly_within_an_epoch(name, workers, tmp_path):
