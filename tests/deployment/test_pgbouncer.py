@@ -19,6 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("machine", [{"HPSEARCH_DB_HOST": "pgbouncer"}], indirect=True)
+@pytest.mark.soak
 def test_a_search_runs_through_pgbouncer(machine: Machine) -> None:
     assert {name for name in machine.services if BOUNCER in str(machine.services[name].get("environment"))} == {
         *("dashboard", "study", "worker")

@@ -18,7 +18,7 @@ from tests.e2e.support import GATED, Cli, values
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("backup")]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.xdist_group("backup")]
 
 TRIALS = 12
 PLAIN = ("--trials", str(TRIALS), "--sampler", "random", "--pruner", "none")

@@ -15,7 +15,7 @@ from hpsearch.storage.web.token import add_token
 from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.soak]
 
 TRADE = str(Path(__file__).with_name("trade.py"))
 TRIALS = 24

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 STARTED = f"{CHEAP}:Started"
 
 
+@pytest.mark.soak
 def test_the_default_and_enqueued_configurations_run_first_also_in_an_extension(cli: Cli, tmp_path: Path) -> None:
     file, deaths = tmp_path / "mine.csv", tmp_path / "deaths"
     deaths.mkdir()

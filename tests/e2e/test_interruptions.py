@@ -226,6 +226,7 @@ def test_a_diverging_trial_is_infeasible_with_a_reason(cli: Cli) -> None:
         assert (run.info.status, run.data.tags["hpsearch.state"]) == ("FAILED", "infeasible")
 
 
+@pytest.mark.soak
 def test_killed_services_restart_without_losses(
     cli: Cli, own_stack: embedded.StackInfo, tmp_path: Path, undisturbed: optuna.Study
 ) -> None:

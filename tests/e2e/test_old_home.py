@@ -19,7 +19,7 @@ from hpsearch.storage.embedded.stack import StackInfo, find_running
 from tests.e2e.support import Cli
 from tests.faults.harness import Zygote
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("backup")]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.xdist_group("backup")]
 
 
 @pytest.mark.soak  # test_backup.py restores a backup; the formats of an earlier version do not change

@@ -49,6 +49,7 @@ def test_a_promoted_model_reproduces_its_value_without_hpsearch(cli: Cli, search
     assert "score reproduced in a process without the code of hpsearch and the objective" in said
 
 
+@pytest.mark.soak
 def test_a_model_with_other_weights_is_detected(cli: Cli, search: Search) -> None:
     complete = search.study.get_trials(states=(TrialState.COMPLETE,))
     worst = min(complete, key=lambda trial: trial.value)
@@ -124,6 +125,7 @@ class Branching(Objective):
 """
 
 
+@pytest.mark.soak
 def test_a_model_that_cannot_be_exported_is_stored_as_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:
     """It can be promoted, with a remark that it needs its code, and reproduces its score with this code."""
     path = tmp_path / "branching.py"
@@ -159,6 +161,7 @@ class Wine(Objective):
 """
 
 
+@pytest.mark.soak
 def test_promoting_a_trial_without_a_model_builds_one(cli: Cli, search: Search, tmp_path: Path) -> None:
     """It is the complete model of the best epoch, linked to its metrics. Without the checkpoint it is an error."""
     path, rates = tmp_path / "worse.py", tmp_path / "rates.csv"

@@ -43,6 +43,7 @@ STEPS = {"loading the objective", "opening the study"}  # the output of a run be
 ONE = 13 + 1 + 3 + 3  # parameters of width 1
 
 
+@pytest.mark.soak
 def test_a_multi_objective_study_from_run_to_promotion(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "small.py"
     path.write_text(OBJECTIVE)

@@ -56,6 +56,7 @@ def test_a_running_study_is_stopped_and_started(cli: Cli, say: Say, tmp_path: Pa
     assert states(cli, name) == [TrialState.COMPLETE] * 2
 
 
+@pytest.mark.soak
 def test_a_study_is_extended_while_it_runs_and_after_its_end(cli: Cli, say: Say, tmp_path: Path) -> None:
     name = "extended"
     process = cli.start("run", GATED, "--name", name, "--workers", "1", "--trials", "1", *PLAIN, GATE=str(tmp_path))

@@ -78,6 +78,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.soak
 def test_a_kill_of_any_rank_at_any_point_changes_no_result(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(len(KILLS), KILLS)
     work(arena)
@@ -108,6 +109,7 @@ def test_a_kill_of_any_rank_during_a_sharded_checkpoint_changes_no_result(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS_IN_PARTS)
 
 
+@pytest.mark.soak
 def test_a_torn_shard_invalidates_only_its_checkpoint(arena: Arena, together_in_parts: dict[int, Values]) -> None:
     arena.create(1, [Order("training", "kill", trial=0, epoch=2)])
     first = arena.start(HPSEARCH_DEVICES="2", **IN_PARTS)

@@ -67,6 +67,7 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 
+@pytest.mark.soak
 def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_kill_at_every_step_changes_no_result(arena: Arena, undisturbed: Calla
     assert_tracked(arena.tracking_uri, arena.name, trials)
 
 
+@pytest.mark.soak
 def test_a_kill_of_the_sender_at_every_step_loses_and_duplicates_nothing(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

@@ -127,6 +127,7 @@ def test_the_best_trial_of_a_lost_machine_gets_a_model(arena: Arena, undisturbed
     assert_tracked(arena.tracking_uri, arena.name, found, models=range(trials))
 
 
+@pytest.mark.soak
 def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Arena, undisturbed: Undisturbed) -> None:
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri

@@ -117,6 +117,7 @@ def test_a_killed_installation_is_detected_and_repeated(clone: Clone) -> None:
     assert not torn.exists()
 
 
+@pytest.mark.soak
 def test_a_stopped_installation_ends_its_installer(clone: Clone) -> None:
     (clone.root / "hold").touch()
     for builds, number in enumerate((signal.SIGINT, signal.SIGTERM), start=1):
@@ -239,6 +240,7 @@ def shop(clone: Clone, tmp_path: Path) -> Clone:
     return clone
 
 
+@pytest.mark.soak
 def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: Path) -> None:
     nothing = shop.run("add")
     assert (nothing.returncode, nothing.stdout) == (0, "")

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 LOADING = str(Path(__file__).with_name("loading.py"))
 
 
-@pytest.mark.parametrize(("objective", "passing"), [("Loading", {"epoch": 1}), ("OwnLoop", {"nth": 2})])
+@pytest.mark.parametrize(
+    ("objective", "passing"), [pytest.param("Loading", {"epoch": 1}, marks=pytest.mark.soak), ("OwnLoop", {"nth": 2})]
+)
 def test_a_signal_to_all_processes_of_a_job_ends_no_loader(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], objective: str, passing: dict[str, int]
 ) -> None:
@@ -77,7 +79,7 @@ def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
 
 
-@pytest.mark.parametrize("apart", [0.0, 0.001, 0.02])
+@pytest.mark.parametrize("apart", [0.02, *(pytest.param(apart, marks=pytest.mark.soak) for apart in (0.0, 0.001))])
 def test_repeated_sigterm_is_harmless(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], apart: float
 ) -> None:
@@ -182,6 +184,7 @@ sys.exit(codes[0])
 """
 
 
+@pytest.mark.soak
 def test_a_worker_can_run_in_a_thread(arena: Arena, zygote: Zygote) -> None:
     """As in an actor of Ray, where a worker cannot handle signals."""
     arena.create(1, [])

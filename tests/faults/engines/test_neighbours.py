@@ -21,6 +21,7 @@ def worker(arena: Arena, *options: str) -> tuple[str, ...]:
     return ("worker", "--study", arena.name, *options)
 
 
+@pytest.mark.soak
 def test_a_worker_exits_if_only_other_workers_have_trials(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     first = arena.start()
@@ -63,6 +64,7 @@ def test_a_hanging_worker_logs_its_stack_and_exits_and_its_trial_is_resumed(
     assert trial.outcomes == ["lost", "complete"]
 
 
+@pytest.mark.soak
 def test_a_worker_touches_its_progress_file(arena: Arena) -> None:
     arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
     alive = arena.folder / "probe" / "alive"

@@ -27,6 +27,7 @@ def row(arena: Arena, worker: Worker) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.soak
 def test_the_register_has_the_state_and_exit_reason_of_workers(arena: Arena) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1), Order("training", "hang until mended", trial=1)])
     first = arena.start(SLURM_JOB_ID="78", SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="3")

@@ -43,7 +43,7 @@ def failures(arena: Arena) -> int:
         return int(connection.execute(lost).scalar_one())
 
 
-@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize("epoch", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_an_epoch_that_exceeds_the_grace_period_is_saved_mid_epoch(
     arena: Arena, undisturbed: Undisturbed, epoch: int
 ) -> None:
@@ -91,6 +91,7 @@ def test_a_fleet_that_is_stopped_three_times_trains_no_step_twice(arena: Arena, 
     assert len(found) == 6 * STEPS
 
 
+@pytest.mark.soak
 def test_a_long_epoch_has_periodic_mid_epoch_checkpoints(arena: Arena, undisturbed: Undisturbed) -> None:
     """Each attempt except the last is killed at its second step. `retries` 1 suffices, because each makes progress."""
     kills = [Order("training", "kill", trial=0, attempt=attempt, nth=2) for attempt in range(1, 6)]
@@ -110,6 +111,7 @@ KILLED = [
 ]
 
 
+@pytest.mark.soak
 def test_a_kill_at_each_step_of_a_mid_epoch_checkpoint_changes_no_result(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_kill_at_each_step_of_a_mid_epoch_checkpoint_changes_no_result(
     assert [trial.outcomes for trial in trials] == [["lost", "complete"]] * len(orders)
 
 
+@pytest.mark.soak
 def test_a_worker_that_froze_before_a_mid_epoch_checkpoint_writes_nothing(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:

@@ -47,6 +47,7 @@ def check(arena: Arena, undisturbed: list[list[float]], budget: int) -> list[Tri
     return trials
 
 
+@pytest.mark.soak
 def test_kills_keep_an_epoch_budget_exact_also_after_an_extension(arena: Arena, undisturbed: Undisturbed) -> None:
     budget = 2 * EPOCHS + 2
     orders = [
@@ -85,6 +86,7 @@ def test_several_workers_spend_an_epoch_budget_exactly(arena: Arena, undisturbed
     check(arena, undisturbed(20), budget)
 
 
+@pytest.mark.soak
 def test_kills_at_the_end_of_the_default_search_change_no_result(arena: Arena) -> None:
     """One worker, so that decisions are made in one order: the killed study equals the undisturbed one."""
     budget = 6 * EPOCHS
@@ -114,6 +116,7 @@ def test_kills_at_the_end_of_the_default_search_change_no_result(arena: Arena) -
     assert rows(arena, COUNTED) == [(budget, budget)]
 
 
+@pytest.mark.soak
 def test_a_time_budget_ends_a_search_after_the_running_epochs(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(N_TRIALS, [], settings="--budget-seconds 0.001")
     arena.work(2, codes=(-signal.SIGKILL,))

@@ -43,6 +43,7 @@ def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
     assert_tracked(arena.tracking_uri, arena.name, trials)
 
 
+@pytest.mark.soak
 def test_frozen_workers_promote_no_trial_after_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
     """Workers freeze before and after they reach a rung. Meanwhile other workers take and continue their trials."""
     points = [("reach rung", "before"), ("reach rung", "after"), ("report", "after")]
@@ -68,6 +69,7 @@ def test_frozen_workers_promote_no_trial_after_they_wake_up(arena: Arena, undist
     read_promotions(arena.storage_url, arena.name, 2)
 
 
+@pytest.mark.soak
 def test_a_kill_of_postgres_while_a_trial_reaches_a_rung_and_one_is_promoted(
     broken_arena: Arena, breakable: Breakable, undisturbed: Undisturbed
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_kill_of_postgres_while_a_trial_reaches_a_rung_and_one_is_promoted(
     read_promotions(arena.storage_url, arena.name, 2)
 
 
+@pytest.mark.soak
 def test_a_stopped_study_continues_with_its_waiting_trials(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(N_TRIALS, [Order("training", "hang", trial=4, epoch=0)], settings=ASHA)
     worker = arena.start()

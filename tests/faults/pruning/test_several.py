@@ -79,6 +79,7 @@ def assert_values(arena: Arena, losses: list[list[float]]) -> None:
         assert values == (min(known) if state == "COMPLETE" else known[-1])
 
 
+@pytest.mark.soak
 def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
     assert sorted(tagged_front(arena)) == sorted(tagged_front(quiet)) == front(*both[0])
 
 
+@pytest.mark.soak
 def test_a_kill_of_one_of_three_workers(arena: Arena, undisturbed: Undisturbed) -> None:
     n_trials = 9
     orders = [

@@ -60,6 +60,7 @@ def killed(arena: Arena, when: str) -> None:
     write(arena.orders, [])
 
 
+@pytest.mark.soak
 def test_a_kill_before_and_after_the_write_of_early_termination(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

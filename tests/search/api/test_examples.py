@@ -45,6 +45,7 @@ print("left:", [row.name for row in list_studies()])
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
+@pytest.mark.soak
 def test_every_example_runs(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
     examples = [(name, example(doc)) for name, doc in documented()]
     said = run_forked(PROGRAM.format(examples=examples), cwd=folder, stack=stack, zygote=zygote)

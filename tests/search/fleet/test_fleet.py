@@ -117,6 +117,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+@pytest.mark.soak
 def test_a_forked_command_equals_a_new_process(tmp_path: Path) -> None:
     """Environment, output, session and exit code are equal. The next command needs no interpreter start."""
     start_fork_server(MANY)

@@ -54,6 +54,7 @@ def test_a_private_folder_is_removed_with_its_process(place: Path) -> None:
     assert not list(place.iterdir())
 
 
+@pytest.mark.soak
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(place: Path) -> None:
     """It keeps folders of live launchers, folders in use by processes of a killed launcher, and all other files."""
     (place / "hpsearch-ranks-file").touch()

@@ -102,6 +102,7 @@ def poison(folder: Path, marker: Path) -> Path:
     return target
 
 
+@pytest.mark.soak
 def test_code_that_another_client_adds_to_a_promoted_model_is_not_loaded(
     own_tracked: Tracked, own_model: str, exported: Path, tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_model_without_digest_is_checked_but_its_code_is_not_loaded(
     assert not marker.exists()
 
 
+@pytest.mark.soak
 def test_a_model_with_code_is_loaded_with_the_option(
     own_tracked: Tracked, own_model: str, exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

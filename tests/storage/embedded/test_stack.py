@@ -181,6 +181,7 @@ def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> No
     assert stack.storage_url != stack.owner_url
 
 
+@pytest.mark.soak
 def test_a_service_killed_with_sigkill_is_restarted(home: Path) -> None:
     """A test below covers a failed start."""
     stack = up(home, dashboard=DASHBOARD_COMMAND)

@@ -98,6 +98,7 @@ def test_an_invalid_latency_batch_is_rejected(size):
         fit(asking("latency_ms", latency_batch=size), epochs=1)
 
 
+@pytest.mark.soak
 def test_the_latency_of_a_slow_model_needs_few_calls():
     objective, made = noted("latency_ms", seconds=lambda _: 0.02)
     assert fit(objective, epochs=1).history[0].metrics["latency_ms"] >= 20

@@ -82,7 +82,7 @@ def assert_same(found, expected, where):
 
 
 @pytest.mark.parametrize("where", LEFT)
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_sharded_checkpoint_resumes_on_any_number_of_ranks(world, where, two, undisturbed):
     folder, found = two
     if world == 1:
