@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -49,7 +50,8 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115 stays open
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # stderr has this by default
+    with contextlib.suppress(OSError):  # a pipe that was opened for appending
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # stderr has this by default
 
 
 def _exit_interrupted(*_: object) -> NoReturn:
