@@ -28,13 +28,20 @@ LOCK_STUDY = sa.text(f"""
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants
 
+LOSSES_AT_START = 10  # attempts lost before their training that count as one failure of the trial
+
 # Lost and failed attempts since the trial last made progress: an attempt that is preempted after some epochs resets the
-# count, and an epoch that kills every worker gets no extra tries for the epochs before it.
+# count, and an epoch that kills every worker gets no extra tries for the epochs before it. On preemptible machines, an
+# attempt may be lost before its training begins, whatever the trial is.
 _COUNT_FAILURES = f"""
-    (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = {{trial}} AND b.outcome IN ('lost', 'failed')
-        AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
-                                    WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1))
-"""  # noqa: S608 the part is a constant
+    SELECT count(*) FILTER (WHERE b.counts_in_full OR b.outcome = 'failed')
+           + count(*) FILTER (WHERE NOT b.counts_in_full AND b.outcome IS DISTINCT FROM 'failed') / {LOSSES_AT_START}
+           AS failures, count(*) AS attempts
+      FROM hpsearch_attempts b
+     WHERE b.trial_id = {{trial}} AND (b.outcome IN ('lost', 'failed') {{also}})
+       AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
+                                   WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1)
+"""  # noqa: S608 the parts are constants
 
 # A lease that expired while the server was down does not show that the worker is dead.
 _IS_EXPIRED = """
@@ -48,11 +55,13 @@ SELECT_LIVE_ATTEMPTS = sa.text(f"""
      WHERE t.study_id = :study AND a.ended_at IS NULL
 """)  # noqa: S608 the part is a constant
 
-# Selects only live attempts whose process may have ended; a large fleet has many other live attempts.
+# Selects only live attempts whose process may have ended; a large fleet has many other live attempts. The counts
+# include the live attempt.
 SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_IS_EXPIRED} AS expired,
-           {_COUNT_FAILURES.format(trial="a.trial_id")} AS failures
+           counted.failures, counted.attempts
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+      CROSS JOIN LATERAL ({_COUNT_FAILURES.format(trial="a.trial_id", also="OR b.attempt = a.attempt")}) counted
      WHERE t.study_id = :study AND a.ended_at IS NULL AND ({_IS_EXPIRED} OR starts_with(a.process, :machine))
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
@@ -77,8 +86,9 @@ SELECT_CANDIDATES_EXCEPT_PAUSED = sa.text(_SELECT_CANDIDATES.format(which=EXCEPT
 
 _INSERT_LEASE = """
     lease AS (
-        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, started_at, expires_at)
-        SELECT trial_id, attempt, :claim, :worker, :process, :lease, clock_timestamp(),
+        INSERT INTO hpsearch_attempts
+               (trial_id, attempt, claim_id, worker, process, lease, counts_in_full, started_at, expires_at)
+        SELECT trial_id, attempt, :claim, :worker, :process, :lease, :counts_in_full, clock_timestamp(),
                clock_timestamp() + :lease * interval '1 second' FROM mine
     ), noted AS (
         INSERT INTO trial_user_attributes (trial_id, key, value_json)
@@ -114,9 +124,16 @@ CLAIM_NEW_TRIAL = sa.text(f"""
 CHECK_OWNERSHIP = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {FENCING}")
 
 
-COUNT_FAILURES = sa.text(f"SELECT {_COUNT_FAILURES.format(trial=':trial')} AS failures")
+COUNT_FAILURES = sa.text(_COUNT_FAILURES.format(trial=":trial", also=""))
 
 SET_LEASE = sa.text("""
-    UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'
+    UPDATE hpsearch_attempts
+       SET expires_at = clock_timestamp() + :lease * interval '1 second',
+           counts_in_full = counts_in_full OR :lease < 0  -- the worker gave the attempt up
+     WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
+""")
+
+COUNT_IN_FULL = sa.text("""
+    UPDATE hpsearch_attempts SET counts_in_full = true
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)

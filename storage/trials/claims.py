@@ -127,9 +127,11 @@ class Claims:
         retry_seconds: longest time in seconds to retry while the database is unavailable.
         rungs: rungs at which trials pause; None if the pruner has no rungs.
         metered_epochs: number of epochs of a full trial, if the study has a budget in epochs or seconds; else None.
+        counts_start: whether the loss of this worker before the training of a trial counts in full as a failure of the
+            trial. Otherwise ten such losses count as one, because the machine may have been preempted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 keywords
         self,
         engine: sa.Engine,
         study_id: int,
@@ -139,6 +141,7 @@ class Claims:
         retry_seconds: float = RETRY_SECONDS,
         rungs: Rungs | None = None,
         metered_epochs: int | None = None,
+        counts_start: bool = True,
     ) -> None:
         self._engine = engine
         self._database = Database(engine, retry_seconds)
@@ -148,6 +151,7 @@ class Claims:
         self.lease = lease
         self._rungs = rungs
         self._metered_epochs = metered_epochs
+        self._counts_start = counts_start
         self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # time at which the database became available again after the last outage
 
@@ -202,6 +206,7 @@ class Claims:
             "worker": self._worker,
             "process": self._process,
             "lease": self.lease,
+            "counts_in_full": self._counts_start,
             "keys": [ATTEMPT, WORKER],
         }
         spending = self._spending(connection)
@@ -314,10 +319,10 @@ class Claims:
                 continue
             if row.state != "RUNNING":  # another program set the state, and then the worker died
                 finishing.close_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
-            elif (failures := row.failures + 1) <= retries:
+            elif row.failures <= retries:
                 finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
             elif fail:
-                reason = f"lost its worker {row.worker}; {failures} attempts without progress"
+                reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress"
                 finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
                 return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
         return None
@@ -354,8 +359,14 @@ class Claims:
         return self._set_lease(claim, self.lease)
 
     def expire_lease(self, claim: Claim) -> None:
-        """Set the lease of a claim to expired, because this process exits without ending the attempt."""
+        """Set the lease of a claim to expired, because this process exits without ending the attempt, which failed."""
         self._set_lease(claim, -1.0)
+
+    def count_in_full(self, claim: Claim) -> None:
+        """Count a loss of the attempt in full as a failure of the trial, because the training begins."""
+        if not self._counts_start:
+            arguments = {"trial": claim.trial_id, "attempt": claim.attempt}
+            self._database.run_autocommit(lambda connection: connection.execute(claim_sql.COUNT_IN_FULL, arguments))
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}

@@ -79,6 +79,15 @@ def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
 
 
+def test_preemptions_during_the_start_fail_no_trial(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena.create(1, [Order("log params", "kill", trial=0, attempt=attempt) for attempt in range(1, 4)], retries=0)
+    arena.work(1)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["lost"] * 3 + ["complete"]
+
+
 @pytest.mark.parametrize("apart", [0.02, *(pytest.param(apart, marks=pytest.mark.soak) for apart in (0.0, 0.001))])
 def test_repeated_sigterm_is_harmless(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]], apart: float

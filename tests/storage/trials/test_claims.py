@@ -86,6 +86,34 @@ def test_a_trial_that_kills_its_workers_fails(
     assert lost.reason == "lost its worker w2; 2 attempts without progress"
 
 
+def test_ten_losses_before_the_training_count_as_one(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    budget(storage, study_id, n_trials=1)  # with one retry
+    for _ in range(10):
+        kill(engine, take(join(counts_start=False)))
+    worker = join(counts_start=False)
+    claim = take(worker)
+    assert claim.attempt == 11
+    worker.count_in_full(claim)
+    kill(engine, claim)
+    lost = join().claim()
+    assert isinstance(lost, RetriesExhausted)
+    assert lost.reason == "lost its worker w11; 11 attempts without progress"
+
+
+def test_an_attempt_that_its_worker_gave_up_counts_in_full(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    budget(storage, study_id, n_trials=1)
+    for _ in range(2):
+        worker = join(counts_start=False)
+        claim = take(worker)
+        worker.expire_lease(claim)
+        kill(engine, claim)
+    assert isinstance(join().claim(), RetriesExhausted)
+
+
 def test_a_sweep_returns_the_trials_of_dead_workers(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
