@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import optuna
+import torch
 
 from hpsearch.objectives.training.ranks import RankLostError, current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
@@ -80,6 +82,8 @@ def run_worker(
         ranks.on_rank_lost = context.watchdog.exit
         log.info("worker %s joins study %s", worker_name(), name)
         context.registration.register()
+        if warning := _find_excess_of_threads(context.registration.count_on_machine()):
+            log.warning("%s", warning)
         exit_code = Worker(context).run_trials()
         _deliver_records(context, is_done=exit_code == EXIT_DONE)
         code = exit_code
@@ -95,6 +99,17 @@ def run_worker(
         log.warning("killed processes that code of the objective left: %s", ", ".join(map(str, left)))
     log.info("worker %s exits with code %d", worker_name(), code)
     return code
+
+
+def _find_excess_of_threads(workers: int) -> str | None:
+    """Return a warning if several workers on this machine use the cores of all; `run` and engines divide the cores."""
+    threads = torch.get_num_threads()
+    if workers < 2 or threads < 2 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return (
+        f"each of the {workers} workers on this machine may use {threads} threads, which makes all of them slower; "
+        f"set OMP_NUM_THREADS={max(1, threads // workers)} for each"
+    )
 
 
 def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:

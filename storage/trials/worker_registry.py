@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.trials.process_identity import get_process_name, has_ended
+from hpsearch.storage.trials.process_identity import get_machine_prefix, get_process_name, has_ended
 
 _HEARTBEAT_SECONDS = 10.0  # interval of heartbeats of a worker without a trial; other workers renew a lease instead
 SILENT_SECONDS = 6 * _HEARTBEAT_SECONDS  # time without a heartbeat after which a worker without a trial counts as lost
@@ -24,6 +24,9 @@ _INSERT = sa.text("""
     ON CONFLICT (worker_id) DO NOTHING
 """)
 _UPDATE_SEEN = sa.text("UPDATE hpsearch_workers SET seen_at = clock_timestamp() WHERE worker_id = :worker")
+_SELECT_PROCESSES = sa.text("""
+    SELECT DISTINCT process FROM hpsearch_workers WHERE left_at IS NULL AND starts_with(process, :machine)
+""")
 _UPDATE_LEFT = sa.text("""
     UPDATE hpsearch_workers SET seen_at = clock_timestamp(), left_at = clock_timestamp(), left_as = :how
      WHERE worker_id = :worker
@@ -69,6 +72,13 @@ class WorkerRegistration:
         if time.monotonic() - self._seen_at > _HEARTBEAT_SECONDS:
             self._seen_at = time.monotonic()
             self._write(_UPDATE_SEEN)
+
+    def count_on_machine(self) -> int:
+        """Return the number of workers that run on this machine; 0 if the database is unavailable."""
+        with suppress(SQLAlchemyError), self._engine.begin() as connection:
+            processes = connection.execute(_SELECT_PROCESSES, {"machine": f"{get_machine_prefix()}/"}).scalars()
+            return sum(not has_ended(process) for process in processes)
+        return 0
 
     def record_exit(self, how: str) -> None:
         """Record that the worker exits, and the reason of the exit."""

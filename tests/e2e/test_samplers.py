@@ -19,7 +19,7 @@ GRID = "search_space={lr: [1e-2, 0.1], width: [8, 16], kind: [a, b]}"
 @pytest.mark.parametrize(
     ("sampler", "options", "trials"),
     [
-        ("cmaes", ["popsize=4"], 12),
+        pytest.param("cmaes", ["popsize=4"], 12, marks=pytest.mark.soak),
         pytest.param("nsga2", ["population_size=4"], 12, marks=pytest.mark.soak),
         ("grid", [GRID], None),
         pytest.param("brute_force", [], None, marks=pytest.mark.soak),

@@ -127,6 +127,7 @@ def test_a_torn_shard_invalidates_only_its_checkpoint(arena: Arena, together_in_
     assert trial.outcomes == ["lost", "complete"]
 
 
+@pytest.mark.soak
 def test_a_rank_dies_before_rank_0_broadcasts_the_trial(arena: Arena, together: dict[int, Values]) -> None:
     arena.create(1, [Order("suggest", "hang", trial=0)])
     worker = arena.start(HPSEARCH_DEVICES="2")
@@ -181,6 +182,7 @@ FREEZES = {
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.soak
 def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[int, Values], rank: int) -> None:
     """Also where the others wait for it without a collective of the training."""
     arena.create(count := len(FREEZES[rank]), FREEZES[rank])
@@ -190,6 +192,7 @@ def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[in
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * count
 
 
+@pytest.mark.soak
 def test_a_worker_that_lost_its_trial_abandons_it_on_all_ranks(arena: Arena, together: dict[int, Values]) -> None:
     """Its rank 0 is frozen beyond its lease while the other waits for it."""
     arena.create(1, [Order("report", "freeze", trial=0, nth=2)])
@@ -231,6 +234,7 @@ def test_all_ranks_stop_after_the_same_epoch_if_one_gets_a_signal(
     assert trial.outcomes == ["released", "complete"]
 
 
+@pytest.mark.soak
 def test_a_verdict_reaches_all_ranks_after_the_same_epoch(arena: Arena) -> None:
     arena.create(3, [], settings="--pruner threshold --pruner-option upper=0.0 --pruner-option n_warmup_steps=1")
     work(arena)
@@ -241,6 +245,7 @@ def test_a_verdict_reaches_all_ranks_after_the_same_epoch(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_a_trial_resumes_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
     """Released in mid-epoch by two devices, killed on one, completed on four: equal to one device up to rounding."""
     more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout draws different random numbers on each device
@@ -335,6 +340,7 @@ def test_all_ranks_leave_a_trial_that_is_ended_externally(arena: Arena, how: str
 @pytest.mark.parametrize(
     "title", [title if title == "Accelerate" else pytest.param(title, marks=pytest.mark.soak) for title in EXAMPLES]
 )
+@pytest.mark.soak
 def test_a_killed_custom_loop_on_two_devices_resumes(arena: Arena, title: str) -> None:
     """It resumes from the state that its library saved. A search of two trials gives the results without faults."""
     if title == "DeepSpeed":

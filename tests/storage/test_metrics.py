@@ -43,6 +43,7 @@ def _fill(storage: BaseStorage, engine: sa.Engine) -> None:
         identity = WorkerIdentity(name, "host", 1, None, None, "cpu", "1")
         registration = WorkerRegistration(engine, study._study_id, identity)
         registration.register()
+        assert registration.count_on_machine() == 1, "they have the same process"
         if name == "left":
             registration.record_exit("done")
     with engine.begin() as connection:

@@ -88,6 +88,7 @@ def test_extras_are_installed_for_their_commands_and_a_moved_clone_reinstalls(cl
     assert json.loads(moved.stdout)["prefix"] == str(tmp_path / "elsewhere" / ".venv")
 
 
+@pytest.mark.soak
 def test_two_concurrent_first_calls_install_once(clone: Clone) -> None:
     (clone.root / "hold").touch()
     calls = [clone.start("x") for _ in range(2)]
@@ -158,6 +159,7 @@ def test_a_venv_of_the_user_is_not_changed(clone: Clone) -> None:
     assert (clone.venv / "precious.txt").exists()
 
 
+@pytest.mark.soak
 def test_a_failed_installation_prints_its_reason_and_is_repeated(clone: Clone) -> None:
     clone.environment["PIP_NO_INDEX"] = "1"
     clone.require(make_wheel(clone.root.parent, "hpsearch_no_such_package"))

@@ -253,6 +253,7 @@ def open_for_a_reader(pipe: Path, writers: list[int]) -> bool:
     return bool(writers)
 
 
+@pytest.mark.soak
 def test_a_command_tolerates_lost_connections_while_it_opens_a_study(arena: Arena) -> None:
     """When it connects, and while it creates the study."""
     with wire(arena.storage_url) as (line, through):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from docs.packages import ROOT
 from hpsearch.search.worker.attempt import _as_text
 from hpsearch.search.worker.identity import worker_name
+from hpsearch.search.worker.lifecycle import _find_excess_of_threads
 from hpsearch.storage.trials import process_identity
 
 
@@ -28,6 +30,18 @@ def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.Monk
         names.add(worker_name(1))
     assert len(names) == 2
     assert {name.rpartition("-")[0].rpartition(":")[2] for name in names} == {"1"}
+
+
+def test_a_worker_warns_if_several_on_the_machine_use_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    warning = _find_excess_of_threads(3)
+    assert warning is not None
+    assert "3 workers on this machine may use 8 threads" in warning
+    assert "OMP_NUM_THREADS=2" in warning
+    assert _find_excess_of_threads(1) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert _find_excess_of_threads(3) is None
 
 
 def test_sigusr1_is_not_used() -> None:
