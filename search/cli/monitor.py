@@ -71,6 +71,19 @@ def show(
     name: o.StudyName,
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the best and latest")] = False,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            "--sort",
+            metavar="COLUMN",
+            help="Order of the trials: trial, epochs, a metric or a parameter; -COLUMN for the largest first  "
+            "[default: the best first]",
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option("--columns", metavar="A,B,...", help="Parameters to show  [default: those that fit]"),
+    ] = None,
     trial: Annotated[int | None, o.trial_option("a trial, to show parameters, attempts, values and outcome")] = None,
     where: o.Addresses,
 ) -> None:
@@ -85,7 +98,9 @@ def show(
     stored = study._stored
     sync_mlflow_promotions(study._services, stored.storage, stored)
     if trial is None:
-        print_study(PlainConsole(), stored, study._services.dashboard_url, every=every)
+        parameters = columns.split(",") if columns else None
+        url = study._services.dashboard_url
+        print_study(PlainConsole(), stored, url, every=every, sort=sort, parameters=parameters)
     else:
         print_trial(PlainConsole(), stored, trial)
 

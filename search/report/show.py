@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hpsearch.search.console import format_command, plain_table, pluralize
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
 from hpsearch.search.freeze_thaw.forecast_text import Forecast, can_forecast, format_forecast
 from hpsearch.search.report.headline import make_headline
 from hpsearch.search.report.trial_table import make_trial_table
-from hpsearch.search.report.trials import find_waiting_reasons, sort_trials
+from hpsearch.search.report.trials import find_waiting_reasons, list_parameter_names, sort_trials, sort_trials_by
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.promotions import list_current_promotions
@@ -206,7 +207,15 @@ def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
 _SHOWN_TRIALS, _SHOWN_OTHERS = 20, 8  # without --all: trials in the table, and those of them that are not complete
 
 
-def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
+def print_study(
+    console: Console,
+    study: StoredStudy,
+    dashboard_url: str | None,
+    *,
+    every: bool,
+    sort: str | None = None,
+    parameters: Sequence[str] | None = None,
+) -> None:
     """Print the spec, trials and result of a study.
 
     Args:
@@ -214,7 +223,17 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         study: the study.
         dashboard_url: address of the dashboard; None prints no link.
         every: whether to print all trials and forecasts instead of the best ones and the latest others.
+        sort: order of the trials, see `sort_trials_by`; None for the best first.
+        parameters: names of the parameters to show as columns; None for those that fit.
+
+    Raises:
+        SearchError: the study has no such column.
     """
+    ordered = None if sort is None else sort_trials_by(study, sort)
+    known = list_parameter_names(study.trials())
+    if unknown := [name for name in parameters or () if name not in known]:
+        hint = suggest_names(unknown[0], known)
+        raise SearchError(f"--columns {unknown[0]!r}: study {study.spec.name!r} has no such parameter{hint}")
     redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has them
     for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
         if value is None:
@@ -226,7 +245,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
             shown = "unlimited"
         console.print(f"{key:>13}  {shown}")
     console.print()
-    _print_trials(console, study, every=every)
+    _print_trials(console, study, ordered, every=every, parameters=parameters)
     console.print()
     if (table := make_forecast_table(study, every=every)) is not None:
         console.print(table)
@@ -241,18 +260,38 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         console.print(line)
 
 
-def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
-    """Print the table of trials, best first, and the complete reasons of failed and infeasible trials."""
-    trials, waiting = sort_trials(study), find_waiting_reasons(study)
+def _print_trials(
+    console: Console,
+    study: StoredStudy,
+    ordered: Sequence[FrozenTrial] | None,
+    *,
+    every: bool,
+    parameters: Sequence[str] | None,
+) -> None:
+    """Print the table of trials, and the complete reasons of failed and infeasible trials.
+
+    Args:
+        console: console to print on.
+        study: the study.
+        ordered: all trials in the order of the table; None for the best first.
+        every: whether to print all trials.
+        parameters: names of the parameters to show; None for those that fit.
+    """
+    trials, waiting = ordered or sort_trials(study), find_waiting_reasons(study)
     shown = trials
-    if not every and len(trials) > _SHOWN_TRIALS:
+    if not every and ordered is not None:
+        shown = trials[:_SHOWN_TRIALS]
+        if len(shown) < len(trials):
+            console.print(f"the first {len(shown)} of {len(trials)} trials; --all shows all trials")
+    elif not every and len(trials) > _SHOWN_TRIALS:
         n_best = sum(trial.state == TrialState.COMPLETE for trial in trials)
         n_others = min(len(trials) - n_best, max(_SHOWN_OTHERS, _SHOWN_TRIALS - n_best))
         shown = [*trials[: min(n_best, _SHOWN_TRIALS - n_others)], *trials[n_best : n_best + n_others]]
         parts = ["the best" if n_best else "", f"the latest {n_others} others" if n_others else ""]
         which = " and ".join(filter(None, parts))
         console.print(f"{len(shown)} of {len(trials)} trials, {which}; --all shows all trials")
-    console.print(make_trial_table(study.spec, shown, width=console.width, waiting=waiting))
+    table = make_trial_table(study.spec, shown, width=console.width, waiting=waiting, parameters=parameters)
+    console.print(table)
     failed = [trial for trial in shown if trial.state == TrialState.FAIL or trial.user_attrs.get(INFEASIBLE)]
     for reason, numbers in _group_by_reason(failed).items():
         noun = "trial" if len(numbers) == 1 else "trials"

@@ -61,17 +61,23 @@ def _shorten(record: Mapping[str, object], reason: str) -> str:
 
 
 def make_trial_table(
-    spec: StudySpec, trials: Sequence[FrozenTrial], *, width: int, waiting: Mapping[int, str] | None = None
+    spec: StudySpec,
+    trials: Sequence[FrozenTrial],
+    *,
+    width: int,
+    waiting: Mapping[int, str] | None = None,
+    parameters: Sequence[str] | None = None,
 ) -> Table:
     """Return the table of trials, one line per trial.
 
-    The columns of parameters are those that fit: first the parameters in which the trials differ.
+    The columns of parameters are those that fit: the given ones, or first the parameters in which the trials differ.
 
     Args:
         spec: spec of the study.
         trials: trials in the order of the table.
         width: width of the table in characters.
         waiting: reasons why trials wait, by number; None omits them.
+        parameters: names of the parameters to show. Then the reasons get only the space that is left.
     """
     metrics = tuple(spec.direction_by_metric)
     cells: dict[str, list[str]] = {
@@ -88,15 +94,15 @@ def make_trial_table(
     longest = max(map(len, reasons), default=0)
     room = width - sum(_measure(name, column) for name, column in cells.items())
     reserved = min(max(longest, len("reason")), max(_MIN_REASON_WIDTH, width // 3)) + _PADDING
-    left = room - (reserved if longest else 0)
-    parameters = _select_parameters(trials, left)
-    cells |= parameters
-    left -= sum(_measure(name, column) for name, column in parameters.items())
+    left = room - (reserved if longest and parameters is None else 0)
+    shown = _select_parameters(trials, left, parameters)
+    cells |= shown
+    left -= sum(_measure(name, column) for name, column in shown.items())
     if width >= _WORKER_WIDTH:
         workers = [str(trial.user_attrs.get(WORKER, "")) for trial in trials]
         if left >= _measure("worker", workers):
             cells["worker"] = workers
-    if longest:
+    if longest and (parameters is None or left >= _MIN_REASON_WIDTH + _PADDING):
         # Shortened here, because rich omits columns of tables that are too wide.
         room = max(width - sum(_measure(name, column) for name, column in cells.items()) - _PADDING, _MIN_REASON_WIDTH)
         lines = (" ".join(reason.split()) for reason in reasons)
@@ -111,13 +117,21 @@ def _measure(name: str, column: Sequence[str]) -> int:
     return max(len(name), *map(len, column), 0) + _PADDING
 
 
-def _select_parameters(trials: Sequence[FrozenTrial], room: int) -> dict[str, list[str]]:
-    """Return the cells of the parameters that fit, in the order of the trials, by name."""
+def _select_parameters(trials: Sequence[FrozenTrial], room: int, wanted: Sequence[str] | None) -> dict[str, list[str]]:
+    """Return the cells of the parameters that fit, in the order of the trials, by name.
+
+    Args:
+        trials: trials in the order of the table.
+        room: width in characters.
+        wanted: names of the parameters in their order; None selects among all parameters.
+    """
     columns = {
         name: [format_value(trial.params[name]) if name in trial.params else "" for trial in trials]
-        for name in list_parameter_names(list(trials))
+        for name in wanted or list_parameter_names(list(trials))
     }
-    names = sorted(columns, key=lambda name: len(set(columns[name])) == 1)  # stable: the order of the objective
+    names = (
+        list(columns) if wanted else sorted(columns, key=lambda name: len(set(columns[name])) == 1)
+    )  # stable: the order of the objective
     selected = set()
     for name in names:
         if (needed := _measure(name, columns[name])) <= room:

@@ -11,6 +11,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command
+from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.freeze_thaw.forecast_text import Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.study.study import StoredStudy
@@ -43,6 +44,40 @@ def sort_trials(study: StoredStudy) -> list[FrozenTrial]:
     within = [*study.front(), *study.best_trials()] if study.spec.is_multi_objective else study.best_trials()
     order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
     return list({trial.number: trial for trial in order}.values())
+
+
+def sort_trials_by(study: StoredStudy, key: str) -> list[FrozenTrial]:
+    """Return all trials in ascending order of a column; trials without a value in it are last.
+
+    Args:
+        study: the study.
+        key: `trial`, `epochs`, the name of a metric or a parameter; with `-` in front, the order is descending.
+
+    Raises:
+        SearchError: the study has no such column.
+    """
+    trials, metrics = study.trials(), list(study.spec.direction_by_metric)
+    name = key.removeprefix("-")
+    cells: dict[int, Any]
+    if name == "trial":
+        cells = {trial.number: trial.number for trial in trials}
+    elif name == "epochs":
+        cells = {trial.number: len(trial.intermediate_values) for trial in trials}
+    elif name in metrics:
+        cells = {trial.number: trial.values[metrics.index(name)] for trial in trials if trial.values}
+    elif name in (known := list_parameter_names(trials)):
+        cells = {trial.number: trial.params[name] for trial in trials if name in trial.params}
+    else:
+        hint = suggest_names(name, ["trial", "epochs", *metrics, *known])
+        raise SearchError(f"--sort {key!r}: study {study.spec.name!r} has no such column{hint}")
+    with_cell = [trial for trial in trials if trial.number in cells]
+    with_cell.sort(key=lambda trial: _make_sort_key(cells[trial.number]), reverse=key != name)
+    return [*with_cell, *(trial for trial in trials if trial.number not in cells)]
+
+
+def _make_sort_key(value: Any) -> tuple[bool, Any]:
+    """Return a key that sorts numbers before texts, which a categorical parameter may mix."""
+    return (False, value) if isinstance(value, int | float) else (True, str(value))
 
 
 def list_parameter_names(trials: list[FrozenTrial]) -> list[str]:
