@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,6 +117,24 @@ def plain_table(
             no_wrap=is_fixed,
         )
     return table
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def format_sparkline(values: Sequence[float], width: int) -> str:
+    """Return the course of finite values as a line of bars, one per value; empty if all values are equal.
+
+    Args:
+        values: the values.
+        width: maximum number of bars, at least 2; longer courses are sampled, with the first and the last value.
+    """
+    if len(values) > width:
+        values = [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low == high:
+        return ""
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
 
 
 def pluralize(number: int, noun: str) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import plain_table
+from hpsearch.search.console import format_sparkline, plain_table
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report.top import (
     EpochRate,
@@ -32,6 +32,7 @@ from hpsearch.search.report.trial_table import make_trial_table
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
+from hpsearch.search.tracking.study_run import list_best_values
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials.history import Progress, RunningTrial
 from hpsearch.storage.trials.worker_registry import AttemptEnd, read_attempt_ends
@@ -41,7 +42,8 @@ _FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
 
 _BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a terminal
 _MIN_ROWS = 2  # a table with fewer rows is omitted
-_RESERVED_LINES = 10  # lines of the view without workers, best trials and recent ends; the counts may wrap
+_COURSE_WIDTH = 40  # in characters
+_RESERVED_LINES = 11  # lines of the view without workers, best trials and recent ends; the counts may wrap
 
 
 class LiveView:
@@ -59,6 +61,7 @@ class LiveView:
         self._study = study
         self._best: list[FrozenTrial] = []
         self._ends: list[AttemptEnd] = []
+        self._best_values: list[float] = []  # after each complete trial
         self._spec = spec
         self._fleet = fleet
         self._begin = time.monotonic()
@@ -122,6 +125,7 @@ class LiveView:
             return
         with suppress(DBAPIError, StorageInternalError):  # the next update tries again
             self._best = self._study.best_trials()[:_BEST_ROWS]
+            self._best_values = [value for _, value in list_best_values(self._study) if math.isfinite(value)]
             self._ends = read_attempt_ends(self._study.engine, self._study.study_id, retry_seconds=0.0)
             self._finished = progress.finished
 
@@ -145,6 +149,7 @@ class LiveView:
         details.append((format_seconds(time.monotonic() - self._begin), ""))
         rate = format_rate(self._epochs_per_second, self._eta(progress))
         lines = ["; ".join(filter(None, [self._format_best(progress), rate])), format_counts(progress)]
+        lines += self._format_course()
         numbers = ("trial", "epoch", self._spec.metric)
         workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
         by_worker = {running.worker: running for running in progress.running}
@@ -156,6 +161,13 @@ class LiveView:
                 workers.add_row(running.worker, "elsewhere", *self._cells(running))
         head = render_progress(self._spec.name, details, progress, lines)
         return Group(*head, workers, *self._render_trials(workers.row_count))
+
+    def _format_course(self) -> list[str]:
+        """Return a line with the course of the best value; an empty list if it has not changed yet."""
+        if self._spec.is_multi_objective or self._spec.finalists_of is not None:
+            return []
+        course = format_sparkline(self._best_values, _COURSE_WIDTH) if self._console.encoding.startswith("utf") else ""
+        return [f"best value after each complete trial {course}"] if course else []
 
     def _render_trials(self, n_workers: int) -> list[RenderableType]:
         """Return the tables of the best trials and of the recent ends, as far as the terminal has lines for them."""

@@ -8,7 +8,7 @@ import pty
 
 import pytest
 
-from hpsearch.search.console import PlainConsole, plain_table, show_steps
+from hpsearch.search.console import PlainConsole, format_sparkline, plain_table, show_steps
 
 
 def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
@@ -37,3 +37,17 @@ def test_a_table_is_visible_with_any_value_of_columns(
         assert console.width == width
         assert b"digits" in os.read(controller, 10_000)
     os.close(controller)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "course"),
+    [
+        ([], 8, ""),
+        ([0.5, 0.5], 8, ""),
+        ([0.0, 0.5, 1.0], 8, "▁▅█"),
+        ([3.0, 1.0], 8, "█▁"),
+        (list(range(100)), 4, "▁▃▆█"),
+    ],
+)
+def test_a_course_of_values_is_a_line_of_bars(values: list[float], width: int, course: str) -> None:
+    assert format_sparkline(values, width) == course
