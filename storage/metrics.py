@@ -101,7 +101,7 @@ _QUERIES: tuple[tuple[type[_Family], str, str, tuple[str, ...], str], ...] = (
     (GaugeMetricFamily, "hpsearch_trials", "Trials", ("state",), _TRIALS),
     (CounterMetricFamily, "hpsearch_epochs", "Reported epochs of all trials", (), _EPOCHS),
     (CounterMetricFamily, "hpsearch_attempts", "Ended attempts of trials", ("outcome",), _ATTEMPTS),
-    (GaugeMetricFamily, "hpsearch_untracked_trials", "Finished trials that MLflow lacks in part", (), _UNTRACKED),
+    (GaugeMetricFamily, "hpsearch_untracked_trials", "Finished trials with records missing in MLflow", (), _UNTRACKED),
     (GaugeMetricFamily, "hpsearch_best_value", "Best value of the feasible complete trials", ("objective",), _BEST),
 )
 

@@ -91,14 +91,17 @@ def show(
     from hpsearch.search.api.opening import sync_mlflow_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
+    from hpsearch.search.errors import SearchError
     from hpsearch.search.report.show import print_study
     from hpsearch.search.report.show_trial import print_trial
 
+    if trial is not None and (sort or columns):
+        raise SearchError("--sort and --columns are not available with --trial, which shows one trial; remove them")
     study = Study.open(name, **where)
     stored = study._stored
     sync_mlflow_promotions(study._services, stored.storage, stored)
     if trial is None:
-        parameters = columns.split(",") if columns else None
+        parameters = None if columns is None else [column.strip() for column in columns.split(",")]
         url = study._services.dashboard_url
         print_study(PlainConsole(), stored, url, every=every, sort=sort, parameters=parameters)
     else:

@@ -16,7 +16,7 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
 NoAuth = Annotated[
     bool, typer.Option("--no-auth", help="Accept requests without the token in HPSEARCH_WEB_TOKEN, from everyone")
 ]
-_NO_AUTH_METRICS_WARNING = "warning: --no-auth: everyone who can reach this address can read the metrics"
+_NO_AUTH_METRICS_WARNING = "warning: --no-auth: any client that reaches this address can read the metrics"
 
 
 def _read_web_token(*, no_auth: bool, warning: str = NO_AUTH_WARNING) -> str | None:
@@ -82,11 +82,15 @@ def mlflow(
 def _check_free(host: str, port: int) -> None:
     from hpsearch.search.errors import SearchError
 
+    if not host:
+        raise SearchError("--host '' is empty; give an address such as 127.0.0.1")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=family):
             return
     except OSError as error:
-        raise SearchError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another port") from None
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
+        raise SearchError(f"--host {host} --port {port}: cannot listen ({reason}); choose another address") from None
 
 
 @_serve.command()
@@ -157,6 +161,6 @@ def metrics(
     _check_free(host, port)
     services = find_services({"storage_url": storage_url, "home": home})
     if services.is_embedded:
-        os.environ.setdefault(TOKEN_VARIABLE, load_or_create_token(services.home))
+        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or load_or_create_token(services.home)
     token = _read_web_token(no_auth=no_auth, warning=_NO_AUTH_METRICS_WARNING)
     serve_metrics(services.storage_url, host=host, port=port, token=token)

@@ -102,7 +102,7 @@ def run_worker(
 
 
 def _find_excess_of_threads(workers: int) -> str | None:
-    """Return a warning if several workers on this machine use the cores of all; `run` and engines divide the cores."""
+    """Return a warning if each of several workers on this machine uses all cores; `run` divides the cores."""
     threads = torch.get_num_threads()
     if workers < 2 or threads < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
