@@ -55,6 +55,8 @@ class Shell:
             self._capsys.readouterr()
             try:
                 code: int | str = run_command(case.arguments)
+            except pytest.fail.Exception:  # a timeout
+                raise
             except BaseException as error:
                 code = repr(error)
             for number, handler in handlers.items():
