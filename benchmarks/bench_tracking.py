@@ -57,7 +57,8 @@ from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 
 EPOCHS = 10

@@ -54,7 +54,8 @@ from hpsearch.storage.embedded.postgres import SUPERUSER
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials import LEASE
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build_url
 

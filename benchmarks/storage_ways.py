@@ -19,7 +19,8 @@ from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 
 EPOCHS = 10

@@ -27,9 +27,11 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
+from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import create_spending
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.urls import build_url
 

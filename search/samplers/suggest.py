@@ -21,7 +21,7 @@ from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 
 
 def derive_seed(*parts: int | str) -> int:

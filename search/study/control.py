@@ -22,8 +22,8 @@ from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
 from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in_transaction
-from hpsearch.storage.trials.claims import count_running_trials
 from hpsearch.storage.trials.early_stop import EarlyStop, cancel_early_stop
+from hpsearch.storage.trials.lost_attempts import count_running_trials
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs, requeue_trials_stopped_by_budget
 
 

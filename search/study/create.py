@@ -53,7 +53,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
 from hpsearch.storage.trials.budget import create_spending
-from hpsearch.storage.trials.claims import count_running_trials
+from hpsearch.storage.trials.lost_attempts import count_running_trials
 from hpsearch.storage.urls import Addresses
 
 SAMPLE_SIZE = 50  # random configurations that show a search space with its branches

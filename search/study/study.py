@@ -37,7 +37,7 @@ from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 

@@ -31,7 +31,7 @@ from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.errors import StoredCheckpointError
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,11 @@ from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.trackers import OptionalTracker
 from hpsearch.storage.trackers.tensorboard.consumer import TensorBoardConsumer
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
-from hpsearch.storage.trials.claims import Claim, PrunedTrial, RetriesExhausted
+from hpsearch.storage.trials.claim_results import Claim, RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 
 OPTIONAL_TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, WandbConsumer)  # in addition to MLflow

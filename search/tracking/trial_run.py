@@ -29,7 +29,7 @@ from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
 from hpsearch.storage.mlflow import model_export, tag_names
 from hpsearch.storage.mlflow.model_export import write_checkpoint_model
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.finishing import Outcome
 
 log = logging.getLogger(__name__)

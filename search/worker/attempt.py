@@ -30,7 +30,7 @@ from hpsearch.search.worker.trial_session import TrialSession, measure_violation
 from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, REFIT, RESPLIT_SCORE, TRACKING, VIOLATIONS
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)

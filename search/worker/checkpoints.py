@@ -26,7 +26,7 @@ from hpsearch.storage.checkpoints.store import (
 )
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 
 log = logging.getLogger(__name__)
 

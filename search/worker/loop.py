@@ -14,7 +14,8 @@ from hpsearch.search.study.terminator import Terminator
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.attributes import RUNG
-from hpsearch.storage.trials.claims import Claim, NoTrialAvailable, PrunedTrial, RetriesExhausted, StudyStopped
+from hpsearch.storage.rungs.rungs import PrunedTrial
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable, RetriesExhausted, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.rungs.rungs import RungRank
-from hpsearch.storage.trials.claims import Claim, ReportResult
+from hpsearch.storage.trials.claim_results import Claim, ReportResult
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from hpsearch.storage.rungs.rungs import Rungs, find_next_to_complete
+from hpsearch.storage.rungs.rungs import Rungs, find_next_to_complete, find_next_to_promote
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,38 @@ _SELECT_PROGRESS = sa.text("""
 """)
 
 
-def plan_last_phase(
+def plan_next_step(
+    connection: sa.Connection,
+    study_id: int,
+    rungs: Rungs,
+    *,
+    epochs_left: int | None,
+    may_start: bool,
+    running: int,
+) -> NextStep:
+    """Return the next trial to promote, and whether a new trial may start instead.
+
+    Args:
+        connection: connection whose transaction holds the lock of the study's row.
+        study_id: id of the study.
+        rungs: rungs of the study.
+        epochs_left: the rest of the study's budget in epochs; None if it has no such budget.
+        may_start: whether the budgets allow a new trial. If not, a trial may also be promoted to reach `min_complete`
+            complete trials.
+        running: number of running trials.
+    """
+    found = find_next_to_promote(connection, study_id)
+    if epochs_left is not None:
+        rung = None if found is None else found[1]
+        last = _plan_last_phase(connection, study_id, rungs, rung=rung, epochs_left=epochs_left, running=running)
+        if last is not None:
+            return NextStep(last.waiting, can_start=may_start and last.can_start)
+    if found is None and not may_start:
+        found = find_next_to_complete(connection, study_id, rungs, running=running)
+    return NextStep(found, can_start=may_start)
+
+
+def _plan_last_phase(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, rung: int | None, epochs_left: int, running: int
 ) -> NextStep | None:
     """Return the next step if the rest of a budget in epochs is needed for `min_complete` complete trials; else None.

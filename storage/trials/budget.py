@@ -53,6 +53,11 @@ class Spending:
         budget, unit = next((b, unit) for spent, b, unit in self._units() if spent >= b)
         return f"the budget of {budget:.12g} {unit} was spent"
 
+    @property
+    def epochs_left(self) -> int | None:
+        """The rest of the budget in epochs; None if it is unlimited."""
+        return None if self.budget_epochs is None else self.budget_epochs - self.epochs
+
     def has_budget_for_epoch(self, running: int) -> bool:
         """Return whether another epoch can start while each of `running` trials trains an epoch."""
         return not self.is_exhausted and (self.budget_epochs is None or self.epochs + running < self.budget_epochs)

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -18,14 +18,12 @@ from hpsearch.storage.database.fencing import make_claim_lost_error
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
-from hpsearch.storage.errors import ClaimLostError, StorageError
-from hpsearch.storage.rungs.last_phase import NextStep, has_budget_to_continue, plan_last_phase
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.rungs.last_phase import has_budget_to_continue, plan_next_step
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,
     RungRank,
     Rungs,
-    find_next_to_complete,
-    find_next_to_promote,
     find_next_to_prune,
     read_rung_rank,
     record_promotion,
@@ -34,86 +32,13 @@ from hpsearch.storage.rungs.rungs import (
 from hpsearch.storage.study_storage.lost_replies import find_claim, has_ended_as
 from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
 from hpsearch.storage.trials.budget import Spending, read_spending_in_transaction
+from hpsearch.storage.trials.claim_results import Claim, ClaimResult, NoTrialAvailable, ReportResult, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.process_identity import get_machine_prefix, get_process_name, has_ended
+from hpsearch.storage.trials.lost_attempts import end_lost_attempts
+from hpsearch.storage.trials.process_identity import get_process_name
 
 if TYPE_CHECKING:
     from hpsearch.storage.checkpoints.store import StoredFile
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The right of an attempt to run one trial.
-
-    Attributes:
-        trial_id, number: id and number of the trial.
-        attempt: number of the attempt, from 1; it is the fencing token of writes.
-    """
-
-    trial_id: int
-    number: int
-    attempt: int
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the trial had an earlier attempt, so that the trial is resumed."""
-        return self.attempt > 1
-
-
-@dataclass(frozen=True)
-class RetriesExhausted:
-    """A trial that a claim set to FAIL, because the trial lost its worker more often than `retries` allows."""
-
-    trial_id: int
-    number: int
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoTrialAvailable:
-    """The result of a claim when no trial is available.
-
-    Attributes:
-        running_trials: number of running trials, which may be released later; if it is 0, the study is finished.
-    """
-
-    running_trials: int
-
-
-@dataclass(frozen=True)
-class StudyStopped:
-    """The result of a claim in a stopped study, in which no trial is available until the study is started again."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReportResult:
-    """Result of the report of an epoch.
-
-    Attributes:
-        is_stopped: whether the study was stopped, so that the worker must release the trial.
-        is_counted: whether the epoch was written; False if the budget in epochs was already spent.
-        has_budget: whether the budgets in epochs and seconds allow the trial's next epoch.
-    """
-
-    is_stopped: bool
-    is_counted: bool = True
-    has_budget: bool = True
-
-
-ClaimResult = Claim | RetriesExhausted | PrunedTrial | NoTrialAvailable | StudyStopped
-__all__ = [
-    "Claim",
-    "ClaimLostError",
-    "Claims",
-    "NoTrialAvailable",
-    "PrunedTrial",
-    "ReportResult",
-    "RetriesExhausted",
-    "StudyStopped",
-]
 
 
 class Claims:
@@ -197,7 +122,7 @@ class Claims:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
             return StudyStopped(study.stopped)
-        if lost := self._end_lost_attempts(connection, retries=study.retries):
+        if lost := end_lost_attempts(connection, self._study_id, retries=study.retries, back_at=self._back_at):
             return lost
         row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
         arguments = {
@@ -221,7 +146,12 @@ class Claims:
         if trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
             if open_new and room:
-                step = self._plan_next_step(connection, self._rungs, spending, may_start=may_open, running=row.running)
+                steps = {
+                    "epochs_left": spending and spending.epochs_left,
+                    "may_start": may_open,
+                    "running": row.running,
+                }
+                step = plan_next_step(connection, self._study_id, self._rungs, **steps)
                 may_open = step.can_start
                 trial_id, rung = step.waiting or (None, None)
             if trial_id is None and (
@@ -245,39 +175,14 @@ class Claims:
         """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
         return connection.execute(claim_sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
 
-    def _plan_next_step(
-        self, connection: sa.Connection, rungs: Rungs, spending: Spending | None, *, may_start: bool, running: int
-    ) -> NextStep:
-        """Return the next trial to promote, and whether a new trial may start instead.
-
-        Args:
-            connection: connection whose transaction holds the lock of the study.
-            rungs: rungs of the study.
-            spending: budgets in epochs and seconds; None if the study has no such budget.
-            may_start: whether the budgets allow a new trial. If not, a trial may also be promoted to reach
-                `min_complete` complete trials.
-            running: number of running trials.
-        """
-        found = find_next_to_promote(connection, self._study_id)
-        if spending is not None and spending.budget_epochs is not None:
-            budget = {"epochs_left": spending.budget_epochs - spending.epochs, "running": running}
-            rung = None if found is None else found[1]
-            last = plan_last_phase(connection, self._study_id, rungs, rung=rung, **budget)
-            if last is not None:
-                return NextStep(last.waiting, can_start=may_start and last.can_start)
-        if found is None and not may_start:
-            found = find_next_to_complete(connection, self._study_id, rungs, running=running)
-        return NextStep(found, can_start=may_start)
-
     def _has_budget_to_continue(
         self, connection: sa.Connection, rungs: Rungs, trial_id: int, rung: int, n_trials: int
     ) -> bool:
         """Return whether the budget in epochs allows a promoted trial to continue, instead of better ones."""
         spending = self._spending(connection)
-        if spending is None or spending.budget_epochs is None:
+        if spending is None or (left := spending.epochs_left) is None:
             return True
         row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": n_trials}).one()
-        left = spending.budget_epochs - spending.epochs
         arguments = {"rung": rung, "epochs_left": left, "running": row.running}
         return has_budget_to_continue(connection, self._study_id, trial_id, rungs, **arguments)
 
@@ -306,27 +211,6 @@ class Claims:
             finishing.prune_waiting_trial(connection, retired.trial_id, attrs=attrs)
         return retired
 
-    def _end_lost_attempts(self, connection: sa.Connection, retries: int, fail: bool = True) -> RetriesExhausted | None:
-        """End the attempts of dead workers.
-
-        A trial with retries left waits for another worker. If `fail` is set, the first trial without retries left is
-        set to FAIL and returned.
-        """
-        suspects = {"study": self._study_id, "machine": f"{get_machine_prefix()}/"}
-        for row in connection.execute(claim_sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
-            expired = row.expired and time.monotonic() - self._back_at > row.lease
-            if not (expired or has_ended(row.process)):
-                continue
-            if row.state != "RUNNING":  # another program set the state, and then the worker died
-                finishing.close_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
-            elif row.failures <= retries:
-                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
-            elif fail:
-                reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress"
-                finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
-                return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
-        return None
-
     def has_trials_left(self, *, open_new: bool = True) -> bool:
         """Return whether a trial can be claimed or is running, by one query without retries.
 
@@ -352,7 +236,8 @@ class Claims:
         """
         with self._engine.begin() as connection:
             if (study := self._study(connection)) is not None:
-                self._end_lost_attempts(connection, retries=study.retries, fail=False)
+                arguments = {"retries": study.retries, "back_at": self._back_at}
+                end_lost_attempts(connection, self._study_id, **arguments, fail=False)
 
     def renew(self, claim: Claim) -> bool:
         """Extend the lease of a claim by a lease period; return False if the attempt has ended."""
@@ -523,9 +408,3 @@ class Claims:
         self._database.run_autocommit(
             lambda connection: finishing.close_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
         )
-
-
-def count_running_trials(engine: sa.Engine, study_id: int) -> int:
-    """Return the number of running trials of a study, except trials whose worker is known to be dead."""
-    rows = Database(engine).fetch_rows(claim_sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
-    return sum(not (row.expired or has_ended(row.process)) for row in rows)

@@ -12,7 +12,8 @@ from typing import Self
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.storage.errors import format_error
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 
 log = logging.getLogger(__name__)
 

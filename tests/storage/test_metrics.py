@@ -20,7 +20,8 @@ from hpsearch.storage.attributes import INFEASIBLE, TRACKING
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import state
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.worker_registry import WorkerIdentity, WorkerRegistration
 from tests.storage.trials.support import budget
 from tests.waiting import wait_for

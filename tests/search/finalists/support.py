@@ -12,7 +12,8 @@ from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import INFEASIBLE, REFIT, RESPLIT_SCORE, SPEC, VIOLATIONS
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import SPACE, WAYS, spec_of
 

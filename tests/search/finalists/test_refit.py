@@ -12,7 +12,8 @@ from hpsearch.search.promotion.evaluate_test import choose_candidate
 from hpsearch.search.samplers.suggest import derive_seed, derive_training_seed, get_resplit_seed
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import PARENT_TRIAL
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
 from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs

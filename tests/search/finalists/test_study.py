@@ -18,7 +18,8 @@ from hpsearch.search.study.study import StoredStudy, load_parent_study, load_stu
 from hpsearch.storage.attributes import FOLDER_NAME, PARENT_TRIAL, REMOVED_BY, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import SPACE
 from tests.search.finalists.support import VALUES, Say, finished, params, search, table, train

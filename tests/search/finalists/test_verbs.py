@@ -9,7 +9,8 @@ from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 

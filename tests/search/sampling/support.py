@@ -11,7 +11,8 @@ from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 
 Space = Callable[[optuna.Trial], object]

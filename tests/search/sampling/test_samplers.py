@@ -28,7 +28,8 @@ from hpsearch.search.samplers.cmaes_state import load_state
 from hpsearch.search.samplers.grid_and_brute_force import list_configurations
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.storage.rungs.rungs import Rungs
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.conftest import execute
 from tests.search.sampling.support import Small, Worker, branches, distinct, nine

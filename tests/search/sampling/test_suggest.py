@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from hpsearch.search.samplers.suggest import _UntriedSampler, make_sampler
 from hpsearch.storage.database.locks import suggestion_lock
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.finishing import Outcome
 from tests.search.sampling.support import Worker, branches, distinct, nine
 

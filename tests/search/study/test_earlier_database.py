@@ -13,7 +13,8 @@ from hpsearch.search.samplers.suggest import derive_training_seed, suggest
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 
 DUMP = Path(__file__).with_name("database-0.1.0.sql")
 

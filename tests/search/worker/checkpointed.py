@@ -17,7 +17,8 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")

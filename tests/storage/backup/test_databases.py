@@ -31,7 +31,8 @@ from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.database.schema import RESTORE_SCHEMA
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from tests.conftest import PostgresServer
 from tests.full_disk import full_disk
 

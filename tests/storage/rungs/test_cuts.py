@@ -18,7 +18,8 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database import migrations
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs, record_rung_value
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.conftest import execute
 from tests.storage.trials.support import budget, rows, take

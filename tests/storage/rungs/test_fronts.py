@@ -17,8 +17,9 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import RUNG
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.rungs.fronts import count_dominating, sort_by_front, to_losses
-from hpsearch.storage.rungs.rungs import RungRank, Rungs, record_rung_value
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.rungs.rungs import PrunedTrial, RungRank, Rungs, record_rung_value
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import budget, rows, take

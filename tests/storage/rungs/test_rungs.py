@@ -14,9 +14,10 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
 from hpsearch.storage.errors import ClaimLostError
-from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.rungs.rungs import PrunedTrial, Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, create_spending
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial, StudyStopped
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable, StudyStopped
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
@@ -388,7 +389,9 @@ def test_a_larger_budget_lets_promotable_pruned_trials_wait_again(
 WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.trials.claims import Claim, Claims, PrunedTrial
+from hpsearch.storage.rungs.rungs import PrunedTrial
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.rungs.rungs import Rungs
 rungs = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)

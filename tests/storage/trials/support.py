@@ -11,7 +11,8 @@ from optuna.storages import BaseStorage
 
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import open_storage
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.process_identity import make_process_name
 
 

@@ -13,15 +13,10 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from hpsearch.storage.checkpoints.store import StoredFile
-from hpsearch.storage.errors import StorageError
-from hpsearch.storage.trials.claims import (
-    ClaimLostError,
-    NoTrialAvailable,
-    RetriesExhausted,
-    StudyStopped,
-    count_running_trials,
-)
+from hpsearch.storage.errors import ClaimLostError, StorageError
+from hpsearch.storage.trials.claim_results import NoTrialAvailable, RetriesExhausted, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.lost_attempts import count_running_trials
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, set_retries, states, take
 
 

@@ -12,11 +12,8 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from hpsearch.storage.trials.claims import (
-    Claim,
-    ClaimLostError,
-    NoTrialAvailable,
-)
+from hpsearch.storage.errors import ClaimLostError
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
 from hpsearch.storage.trials.finishing import Outcome
 from tests.storage.trials.support import Join, outcomes, rows, take
 

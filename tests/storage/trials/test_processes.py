@@ -17,7 +17,8 @@ from tests.storage.trials.support import begin_at_once, budget, outcomes, rows, 
 
 WORKER_PROGRAM = """
 import sys
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.database.connect import make_engine
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
@@ -62,7 +63,8 @@ def test_many_processes_with_a_kill_run_exactly_the_budget(
 
 EIGHT_PROGRAM = """
 import sys
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.database.connect import make_engine
 engine = make_engine(sys.argv[1], application_name="w")

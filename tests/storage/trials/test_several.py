@@ -12,9 +12,9 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import ClaimLostError
-from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.rungs.rungs import PrunedTrial, Rungs
 from hpsearch.storage.trials.budget import create_spending
-from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_trials_stopped_by_budget

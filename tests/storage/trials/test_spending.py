@@ -14,9 +14,10 @@ from optuna.trial import TrialState
 
 from hpsearch.search.spec.spec import MAX_TRIALS
 from hpsearch.storage.attributes import BUDGET_CUT, REASON, SPEC
-from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.rungs.rungs import PrunedTrial, Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, Spending, change_budgets, create_spending, read_spending
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_trials_stopped_by_budget
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, set_retries, take
@@ -243,7 +244,9 @@ def test_the_texts_about_budgets() -> None:
 WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.trials.claims import Claim, Claims, NoTrialAvailable, PrunedTrial
+from hpsearch.storage.rungs.rungs import PrunedTrial
+from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered_epochs=5)
 print("ready", flush=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import psycopg2
 
-from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claim_results import Claim
+from hpsearch.storage.trials.claims import Claims
 
 
 def take(claims: Claims) -> Claim:

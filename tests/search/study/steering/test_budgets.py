@@ -19,9 +19,10 @@ from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import BUDGET_CUT, SPEC
+from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import create_spending
-from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take

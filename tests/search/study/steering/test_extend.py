@@ -17,7 +17,8 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
+from hpsearch.storage.trials.claim_results import NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, rows, take
 

@@ -15,7 +15,8 @@ from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claim, Claims, RetriesExhausted
+from hpsearch.storage.trials.claim_results import Claim, RetriesExhausted
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import get_process_name
 from tests.search.study.steering.support import Say, rows, take

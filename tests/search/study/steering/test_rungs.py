@@ -26,8 +26,9 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from hpsearch.storage.trials.claims import Claims, PrunedTrial
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.history import RunInterval, read_progress
 from tests.factories import spec_of

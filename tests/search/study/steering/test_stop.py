@@ -9,7 +9,8 @@ import optuna
 
 from hpsearch.search.study.control import start_study, stop_study
 from hpsearch.storage.attributes import STOPPED
-from hpsearch.storage.trials.claims import Claims, StudyStopped
+from hpsearch.storage.trials.claim_results import StudyStopped
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
 from tests.search.study.steering.support import Say, take
 

@@ -30,8 +30,9 @@ from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
+from hpsearch.storage.trials.claim_results import NoTrialAvailable
 from hpsearch.storage.trials.claim_sql import LOCK_STUDY
-from hpsearch.storage.trials.claims import Claims, NoTrialAvailable
+from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.early_stop import stop_early
 from hpsearch.storage.trials.finishing import Outcome
 from tests.factories import X, spec_of

@@ -1,0 +1,49 @@
+"""Attempts whose worker is dead: their lease has expired, or their process has ended on this machine."""
+
+from __future__ import annotations
+
+import time
+
+import sqlalchemy as sa
+
+from hpsearch.storage.attributes import REASON
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.trials import claim_sql, finishing
+from hpsearch.storage.trials.claim_results import RetriesExhausted
+from hpsearch.storage.trials.finishing import Outcome
+from hpsearch.storage.trials.process_identity import get_machine_prefix, has_ended
+
+
+def end_lost_attempts(
+    connection: sa.Connection, study_id: int, *, retries: int, back_at: float, fail: bool = True
+) -> RetriesExhausted | None:
+    """End the attempts of dead workers. A trial with retries left waits for another worker.
+
+    Args:
+        connection: connection whose transaction holds the lock of the study.
+        study_id: id of the study.
+        retries: number of failures of a trial after which it is tried again.
+        back_at: time, as `time.monotonic()`, when the database was last available again after an outage. During the
+            outage no worker could renew a lease, so leases count as expired only a whole lease period later.
+        fail: whether to set the first trial without retries left to FAIL and return it.
+    """
+    suspects = {"study": study_id, "machine": f"{get_machine_prefix()}/"}
+    for row in connection.execute(claim_sql.SELECT_SUSPECT_ATTEMPTS, suspects).all():
+        expired = row.expired and time.monotonic() - back_at > row.lease
+        if not (expired or has_ended(row.process)):
+            continue
+        if row.state != "RUNNING":  # another program set the state, and then the worker died
+            finishing.close_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
+        elif row.failures <= retries:
+            finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
+        elif fail:
+            reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress"
+            finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
+            return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
+    return None
+
+
+def count_running_trials(engine: sa.Engine, study_id: int) -> int:
+    """Return the number of running trials of a study, except trials whose worker is known to be dead."""
+    rows = Database(engine).fetch_rows(claim_sql.SELECT_LIVE_ATTEMPTS, {"study": study_id})
+    return sum(not (row.expired or has_ended(row.process)) for row in rows)
