@@ -14,6 +14,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.folds_trainer import FoldsTrainer
 from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
@@ -43,11 +44,14 @@ def fit(
         DeviceMemoryError: the configuration does not fit in the device's memory.
     """
     options: Any = {"session": session, "run_dir": run_dir, "device": device}
+    if plan.folds is not None:
+        return FoldsTrainer(objective, config, plan, **options).fit()
     if isinstance(objective, LoopObjective):
         if plan.refit is not None:
             require_model_objective(objective, "a refit")
         return LoopRun(objective, config, replace(plan, resplit_seed=None), **options).fit()
-    options |= {**asdict(plan), "instruments": instruments}
+    numbers = {name: number for name, number in asdict(plan).items() if name not in {"folds", "fold"}}
+    options |= {**numbers, "instruments": instruments}
     return Trainer(require_model_objective(objective, "training"), config, **options).fit()
 
 

@@ -248,6 +248,8 @@ class RunPlan:
         resplit_seed: seed of a new train/validation split with an unchanged test split, if `data()` allows it. The run
             then has a `FitResult.resplit_score`. None uses the study's split.
         refit: number of epochs to train in a refit, a run on training and validation data; None for other runs.
+        folds: number of folds of a cross-validation, in which the run trains one model per fold; None for one model.
+        fold: index of the fold that the run validates on; None for a run on one split, or on all folds.
 
     Raises:
         ObjectiveError: a number is out of range, or the numbers contradict each other.
@@ -258,6 +260,8 @@ class RunPlan:
     split_seed: int
     resplit_seed: int | None = None
     refit: int | None = None
+    folds: int | None = None
+    fold: int | None = None
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -266,6 +270,12 @@ class RunPlan:
             raise ObjectiveError(f"refit must be in [1, epochs={self.epochs}], not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:
             raise ObjectiveError("a refit trains on both splits and cannot have a resplit_seed; set resplit_seed=None")
+        if self.refit is not None and self.folds is not None:
+            raise ObjectiveError("a refit trains one model and cannot have folds; set folds=None")
+        if self.folds is not None and self.folds < 2:
+            raise ObjectiveError(f"folds must be at least 2, not {self.folds}")
+        if self.fold is not None and (self.folds is None or not 0 <= self.fold < self.folds):
+            raise ObjectiveError(f"fold must be from 0 to folds - 1 with folds={self.folds}, not {self.fold}")
 
     @property
     def identity(self) -> dict[str, int]:

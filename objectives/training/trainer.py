@@ -13,6 +13,7 @@ import torch
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, suggest_names, wrap_user_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
+from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.evaluation.metric_state import UnserializableStateError
 from hpsearch.objectives.training.loop.build import build_run
 from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_mid_epoch, train_epoch
@@ -118,6 +119,7 @@ class Trainer(BaseTrainer):
         refit: number of epochs to train in a refit, a run on training and validation data; None for other runs. In a
             refit, schedules extend over `epochs`, patience does not end the run, and the weights of the last epoch are
             kept. The validation metrics of a refit are computed on samples that it trains on.
+        fold: fold of a cross-validation on which the run validates; None uses the split.
         session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
         run_dir: directory for configuration, log, metrics and plots. None uses the directory of the session, or writes
             no files if there is no session.
@@ -139,6 +141,7 @@ class Trainer(BaseTrainer):
         split_seed: int | None = None,
         resplit_seed: int | None = None,
         refit: int | None = None,
+        fold: Fold | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
@@ -146,7 +149,8 @@ class Trainer(BaseTrainer):
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit)
+        folds = {} if fold is None else {"fold": fold.index, "folds": fold.count}
+        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit, **folds)
         super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
         self.objective = objective
         self.instruments = instruments if self.ranks.is_rank_zero else NO_INSTRUMENTS
@@ -165,13 +169,13 @@ class Trainer(BaseTrainer):
             deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision
         )
         with switches, self.files.logging(), translate_torch_errors(self.config, self.device):
-            run = self._build()
-            verdict = self._start(run)
+            run = self.build()
+            verdict = self.start(run)
             while verdict == Verdict.CONTINUE and not run.is_finished:
-                verdict = self._epoch(run)
+                verdict = self.run_epoch(run)
             return self._finish(run, verdict)
 
-    def _epoch(self, run: Run) -> Verdict:
+    def run_epoch(self, run: Run) -> Verdict:
         """Train, validate, save and report, in this order, so that no reported epoch is lost if the process dies."""
         epoch, started = run.curve.next_epoch, time.perf_counter()
         sums = self._begin_epoch(run, epoch)
@@ -271,7 +275,8 @@ class Trainer(BaseTrainer):
             self.files.log.info("stopped in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
             raise _MidEpochStopError
 
-    def _build(self) -> Run:
+    def build(self) -> Run:
+        """Build the run; see `build_run`."""
         reset_peak_memory(self.device)
         run, untrained = build_run(
             self.objective, self.config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
@@ -286,7 +291,7 @@ class Trainer(BaseTrainer):
             self.files.log.warning("%s", note)
         return run
 
-    def _start(self, run: Run) -> Verdict:
+    def start(self, run: Run) -> Verdict:
         """Restore the last checkpoint, if there is one, and report its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:

@@ -154,14 +154,15 @@ def confirm(question: str) -> bool:
     """Ask a yes-or-no question and return the answer.
 
     Raises:
-        SearchError: stdin is not a terminal, for example in a batch job.
+        SearchError: stdin is not a terminal, for example in a batch job, and has no answer.
     """
     from hpsearch.search.errors import SearchError
 
-    try:
+    if sys.stdin is not None and sys.stdin.isatty():
         return typer.confirm(escape_controls(question))
-    except typer.Abort:
-        if sys.stdin is not None and sys.stdin.isatty():
-            raise
-        echo(err=True)
-        raise SearchError("the confirmation prompt needs a terminal; add --yes to skip the prompt") from None
+    echo(f"{question} [y/N]: ", nl=False)
+    answer = "" if sys.stdin is None else sys.stdin.readline(80)  # the line of /dev/zero has no end
+    echo()
+    if answer.strip().lower() not in {"y", "yes", "n", "no"}:
+        raise SearchError("the confirmation prompt needs a terminal; add --yes to skip the prompt")
+    return answer.strip().lower().startswith("y")

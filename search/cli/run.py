@@ -47,10 +47,12 @@ def run(
         from hpsearch.search.fleet.rank_launcher import check_devices
         from hpsearch.search.run.search import run_search
         from hpsearch.search.study.create import begin_search
+        from hpsearch.search.study.study import require_one_device
         from hpsearch.search.tracking.tracker import check_trackers
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     check_devices(options)  # before the study is created
+    require_one_device(settings.values.get("folds"), options.world_size)
     check_import(str(settings.values["objective"]))
     console = PlainConsole()
     with ObjectiveProcess(settings.values) as process:

@@ -77,6 +77,7 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "warm_start": None,
         "min_expected_gain": None,
         "pruner": NoPruning().model_dump(),
+        "folds": searched.folds if of.refit is None else None,
         "timeout": None,
         "budget_epochs": None,
         "budget_seconds": None,

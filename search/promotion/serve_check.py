@@ -71,7 +71,8 @@ class ServeCheckResult:
         mismatch: difference between the values, or error of the isolated process; empty if the value is reproduced.
         weights_only: why the model was loaded with the objective's code; empty if it was loaded without that code.
         scored_by_weights: whether the value is that of the trial's weights, because the objective overrides `evaluate`,
-            which may call the model with any inputs; then the predictions are compared with those of the weights.
+            which may call the model with any inputs, or each fold validates its own model; then the predictions are
+            compared with those of the weights.
     """
 
     version: Version
@@ -132,7 +133,8 @@ def serve_check(
             scored, error = _score_weights(files, objective), ""
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
-            if by_weights := overrides(objective, "evaluate") or overrides(objective, "export"):
+            is_custom = overrides(objective, "evaluate") or overrides(objective, "export")
+            if by_weights := is_custom or study.spec.folds is not None:
                 weights = BestWeights(study, trial, "the model is not checked")
                 restored = restore_best(objective, weights.read(weights.fetch(tracking, folder)))
                 scored = restored.validate()[objective.metric]

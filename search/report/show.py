@@ -26,6 +26,7 @@ from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     Summary,
+    format_folds,
     format_front,
     format_rungs,
     format_seconds,
@@ -60,7 +61,9 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines += format_front(spec, summary.front)
     elif summary.best is not None:
         best = summary.best
-        lines.append(f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}")
+        lines.append(
+            f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
+        )
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"

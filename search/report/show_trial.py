@@ -16,6 +16,7 @@ from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     compute_run_seconds,
+    format_folds,
     format_seconds,
     format_value,
     format_values,
@@ -58,7 +59,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     if trial.values:
         last = " (last epoch)" if trial.state == TrialState.PRUNED else ""
         name = "values" if study.spec.is_multi_objective else "value"
-        facts.append((name, f"{format_values(study.spec, trial)}{last}"))
+        facts.append((name, f"{format_values(study.spec, trial)}{last}{format_folds(study.spec, trial)}"))
     facts += [("bounds", f"violated: {line}") for line in list_violations(study.spec, trial)]
     if trial.duration is not None:
         ran = format_seconds(compute_run_seconds(study, [trial])[trial._trial_id])

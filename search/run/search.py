@@ -134,7 +134,8 @@ def _print_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} trials finished"
-    details = f" ({at}): {spec.budget_description} of {spec.objective}, {pluralize(workers, 'worker')}"
+    folds = "" if spec.folds is None else f" with {spec.folds} folds each"
+    details = f" ({at}): {spec.budget_description} of {spec.objective}{folds}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), details))
     if spec.warm_start is not None:
         console.print(f"warm start: the sampler uses the earlier trials of {', '.join(spec.warm_start)}")

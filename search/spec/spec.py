@@ -163,6 +163,13 @@ class StudySpec(Options):
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = ASHA()
     default_first: bool = Field(default=True, description="Run the objective's default configuration first, if any")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
+    folds: int | None = Field(
+        default=None,
+        ge=2,
+        le=100,
+        description="Cross-validation: each trial trains one model per fold of the training and validation samples, "
+        "and reports the mean",
+    )
     retries: int = Field(
         default=2, ge=0, le=1000, description="Consecutive attempts without progress before a trial fails"
     )
@@ -333,6 +340,7 @@ class Settings(Addresses, total=False):
     pruner: str | Mapping[str, Any] | None
     default_first: bool | None
     seed: int | None
+    folds: int | None
     retries: int | None
     retry_on: list[str] | None
     timeout: float | None

@@ -19,8 +19,9 @@ from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.folds_trainer import check_folds
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError
-from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_splits
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
@@ -60,10 +61,13 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
 
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
     objective.default_config()  # for reports, and for commands that need no study
+    if spec.folds is not None:
+        prepare_folds(check_folds(objective), spec.seed, spec.folds)
     if not isinstance(objective, Objective):
         return  # a custom loop has no parts that could run separately
     with name_setting_of_metric(objective, spec):
-        run, _ = build_run(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
+        plan = RunPlan(spec.epochs, seed, spec.seed, folds=spec.folds, fold=None if spec.folds is None else 0)
+        run, _ = build_run(objective, config, plan, device=torch.device("cpu"))
     if (export := bind_export(objective, config)) is not None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
             exported = export(run.model.eval())
@@ -88,7 +92,9 @@ def inspect_objective(objective: BaseObjective, spec: StudySpec) -> dict[str, An
     attrs: dict[str, Any] = {}
     if isinstance(objective, Objective):  # a custom training loop has its own data
         splits, split_hash = prepare_splits(objective, spec.seed)
-        attrs = {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: len(splits.val)}
+        folds = [splits] if spec.folds is None else prepare_folds(objective, spec.seed, spec.folds)[0]
+        val_samples = sum(len(fold.val) for fold in folds)
+        attrs = {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: val_samples}
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds
     return attrs

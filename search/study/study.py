@@ -437,3 +437,13 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
             f"study {spec.name!r} uses the metric peak_memory_mb, which is not available on device {kind}; "
             "use a CUDA device, or the metric model_mb or parameters"
         )
+
+
+def require_one_device(folds: object, devices: int) -> None:
+    """Reject several devices per trial in a study with folds.
+
+    Raises:
+        SearchError: the combination is not available.
+    """
+    if folds is not None and devices > 1:
+        raise SearchError("--folds trains each trial on one device; remove --devices and --nodes, or --folds")

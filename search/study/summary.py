@@ -12,7 +12,7 @@ from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.ranking import find_pareto_front, is_feasible
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import INFEASIBLE, RUNG, TRACKING, VIOLATIONS
+from hpsearch.storage.attributes import FOLDS_ERROR, INFEASIBLE, RUNG, TRACKING, VIOLATIONS
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
@@ -25,6 +25,12 @@ def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
     return ", ".join(
         f"{name} {format_number(value)}" for name, value in zip(spec.direction_by_metric, values, strict=False)
     )
+
+
+def format_folds(spec: StudySpec, trial: FrozenTrial) -> str:
+    """Return the number of folds, and the standard error of their mean; empty for a trial without folds."""
+    error = trial.user_attrs.get(FOLDS_ERROR)
+    return "" if error is None else f" (mean of {spec.folds} folds, standard error {error:.2g})"
 
 
 def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:

@@ -27,7 +27,16 @@ from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.trial_session import TrialSession, measure_violations
-from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, REFIT, RESPLIT_SCORE, TRACKING, VIOLATIONS
+from hpsearch.storage.attributes import (
+    FOLDS_ERROR,
+    INFEASIBLE,
+    PRUNING,
+    REASON,
+    REFIT,
+    RESPLIT_SCORE,
+    TRACKING,
+    VIOLATIONS,
+)
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
 from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claim_results import Claim
@@ -131,6 +140,7 @@ class Attempt:
             split_seed=spec.seed,
             resplit_seed=get_resplit_seed(spec, self._claim.number),
             refit=spec.refit,
+            folds=spec.folds,
         )
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
         pid = os.getpid()
@@ -159,6 +169,8 @@ class Attempt:
             if result.resplit_score is not None:
                 value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
                 attrs = {**throughput, RESPLIT_SCORE: result.resplit_score.to_record()}
+            elif spec.folds is not None:
+                attrs = {**throughput, FOLDS_ERROR: result.best_metrics[f"val_{spec.metric}_se"]}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 attrs = {**throughput, REFIT: {"train_loss": loss}}

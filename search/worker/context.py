@@ -17,7 +17,14 @@ from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import find_checkpoint_warning, open_checkpoints
-from hpsearch.search.study.study import check_release, get_runs_folder, load_study, require_measurable, resolve_tracking
+from hpsearch.search.study.study import (
+    check_release,
+    get_runs_folder,
+    load_study,
+    require_measurable,
+    require_one_device,
+    resolve_tracking,
+)
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name
@@ -80,6 +87,7 @@ class WorkerContext:
         if error := services.tracking_error:
             log.warning("%s; the search continues, and unsent records are in %s", error, services.home / "outbox")
         require_measurable(spec, options.device)
+        require_one_device(spec.folds, options.world_size)
         self.objective = study.objective(allow_changed=True)
         with as_search_error(f"study {name!r} cannot run on this machine: "):
             spec.sampler.prepare()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.ensemble import Ensemble
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, get_eval_batch_size
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.evaluation.step import ForwardCall, StepFunction
-from hpsearch.objectives.training.loop.prepare import prepare_splits
+from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_splits
 from hpsearch.objectives.training.loop.step_functions import (
     bind_export,
     bind_part_evaluator,
@@ -34,16 +36,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RestoredModel:
-    """Model of a run with its best weights, on the CPU, and the splits of the run."""
+    """Model of a run with its best weights, on the CPU, and the splits of the run.
+
+    The model of a cross-validation is the `Ensemble` of its folds. Each fold is a `RestoredModel` too, and `splits` are
+    those of the first fold.
+    """
 
     objective: Objective
     config: TrainConfig
     splits: Splits
     model: nn.Module
+    folds: Sequence[RestoredModel] = ()
 
     def validate(self) -> dict[str, float]:
-        """Return loss and metrics on the validation split, on which the run selected its best epoch."""
-        return self._score(self.splits.val)
+        """Return loss and metrics on the validation split, on which the run selected its best epoch.
+
+        For a cross-validation, these are the means over the folds, each of which is validated on its own samples.
+        """
+        if not self.folds:
+            return self._score(self.splits.val)
+        scores = [fold.validate() for fold in self.folds]
+        return {name: fmean(score[name] for score in scores) for name in scores[0]}
 
     @kill_point("evaluate test set")
     def test(self) -> dict[str, float]:
@@ -89,15 +102,23 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
     config = TrainConfig.from_dict(best["config"])
     split_seed = best["split_seed"]
     with make_reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
+        if "folds" in best:
+            parts, split_hash = prepare_folds(objective, split_seed, best["folds"])
+        else:
+            splits, split_hash = prepare_splits(objective, split_seed, "all" if "refit" in best else None)
+            parts = [splits]
         if split_hash != best["split_hash"]:
             raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since training; restore the data")
         set_seed(best["seed"], "init")
         with wrap_user_errors(f"{type(objective).__name__}.model"):
-            model = objective.model(config, splits.train)
+            models = [objective.model(config, splits.train) for splits in parts]
+    model = Ensemble(models) if "folds" in best else models[0]
     try:
         model.load_state_dict(best["model"])
     except RuntimeError as error:
         detail = " ".join(str(error).split())[:200]
         raise ObjectiveError(f"{objective.name}: the saved weights do not fit the current model ({detail})") from error
-    return RestoredModel(objective, config, splits, model.eval())
+    model.eval()
+    pairs = zip(parts, models, strict=True) if "folds" in best else ()
+    folds = [RestoredModel(objective, config, splits, own) for splits, own in pairs]
+    return RestoredModel(objective, config, parts[0], model, folds)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.folds import Fold, draw_fold, draw_fold_by_time
 from hpsearch.objectives.training.data.split_rows import Rows, draw_split
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
@@ -23,23 +24,34 @@ _SIZE_TOLERANCE = 0.05  # relative difference of split sizes; smaller difference
 
 @dataclass
 class SplitRequest:
-    """Request to `Splits.make` for a new split; `has_merged` is True if it merged training and validation samples."""
+    """Request to `Splits.make` for a new split.
+
+    Attributes:
+        resplit_seed: the split.
+        fold: fold of training and validation samples; None to split them as `Splits.make` does otherwise.
+        fold_seed: seed of the division into folds.
+        has_merged: whether `Splits.make` merged training and validation samples.
+        has_divided: whether `Splits.make` divided training and validation samples into folds.
+    """
 
     resplit_seed: ResplitSeed
+    fold: Fold | None = None
+    fold_seed: int = 0
     has_merged: bool = False
+    has_divided: bool = False
 
 
 _SPLIT_REQUEST: ContextVar[SplitRequest | None] = ContextVar("split request", default=None)
 
 
 @contextmanager
-def request_split(resplit_seed: ResplitSeed) -> Iterator[SplitRequest]:
+def request_split(resplit_seed: ResplitSeed, fold: Fold | None = None, fold_seed: int = 0) -> Iterator[SplitRequest]:
     """Return a context in which `Splits.make` splits training and validation samples by `resplit_seed`.
 
     The test split does not change. With "all", the training split also contains the validation samples. With None, the
-    split is that of the study.
+    split is that of the study. With a fold, the samples of both are divided into folds by `fold_seed`.
     """
-    request = SplitRequest(resplit_seed)
+    request = SplitRequest(resplit_seed, fold, fold_seed)
     token = _SPLIT_REQUEST.set(request)
     try:
         yield request
@@ -65,6 +77,9 @@ def resplit_if_requested(
         labels: classes of all samples, for a stratified split; None for a split without stratification.
         groups: groups of all samples, which the split does not divide; None if the samples have no groups.
     """
+    if (request := _SPLIT_REQUEST.get()) is not None and request.fold is not None:
+        request.has_divided = True
+        return draw_fold(np.concatenate([train, valid]), labels, groups, request.fold, request.fold_seed)
     if (resplit_seed := _get_requested_split_seed()) is None:
         return train, valid
     for strata in (labels, None):
@@ -97,6 +112,14 @@ def select_training_rows(train: Rows, val: Rows) -> Rows:
     return np.sort(np.concatenate([train, val]))
 
 
+def divide_by_time_if_requested(train: Rows, valid: Rows, times: Any) -> tuple[Rows, Rows]:
+    """Return training and validation rows of the requested fold by time; the given rows if no fold is requested."""
+    if (request := _SPLIT_REQUEST.get()) is None or request.fold is None:
+        return train, valid
+    request.has_divided = True
+    return draw_fold_by_time(np.concatenate([train, valid]), times, request.fold)
+
+
 def compute_val_window_shift(val: float, test: float) -> float:
     """Return the shift by which a new split by time moves the validation window back, as a share of the samples.
 
@@ -104,6 +127,7 @@ def compute_val_window_shift(val: float, test: float) -> float:
     study's window, so the new window must differ from it. The shift is smaller if less than half of the training
     samples would remain.
     """
-    if (resplit_seed := _get_requested_split_seed()) is None:
+    request = _SPLIT_REQUEST.get()
+    if (resplit_seed := _get_requested_split_seed()) is None or (request is not None and request.fold is not None):
         return 0.0
     return (1 + derive_seed(resplit_seed, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)

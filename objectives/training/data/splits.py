@@ -16,6 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, has_arrays, to_target_tensor_or_none
 from hpsearch.objectives.training.data.resplit import (
     compute_val_window_shift,
+    divide_by_time_if_requested,
     resplit_if_requested,
     select_training_rows,
 )
@@ -139,7 +140,10 @@ class Splits:
         if times is not None:
             if groups is not None:
                 raise ObjectiveError("groups and times cannot be combined; remove one of them")
-            found = split_by_time(times, len(data), val, test, back=compute_val_window_shift(val, test))
+            earliest, later, latest = split_by_time(
+                times, len(data), val, test, back=compute_val_window_shift(val, test)
+            )
+            found = [*divide_by_time_if_requested(earliest, later, times), latest]
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
             return cls(*_take_splits(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))

@@ -11,6 +11,8 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import build_batch_source
 from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.folds import Fold
+from hpsearch.objectives.training.data.resplit import ResplitSeed
 from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import to_device
@@ -70,7 +72,9 @@ def build_run(
         ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
     owner = type(objective).__name__
-    splits, split_hash = prepare_splits(objective, plan.split_seed, plan.resplit_seed if plan.refit is None else "all")
+    fold = None if plan.fold is None or plan.folds is None else Fold(plan.fold, plan.folds)
+    resplit_seed: ResplitSeed = plan.resplit_seed if plan.refit is None else "all"
+    splits, split_hash = prepare_splits(objective, plan.split_seed, resplit_seed, fold)
     check_ranks(owner, splits, split_hash, ranks)
     strategy = Strategy(ranks, config) if ranks.is_single_process else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
@@ -159,7 +163,7 @@ def _make_metrics(
     owner, resplit = type(objective).__name__, None
     with wrap_user_errors(f"{owner}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    if plan.resplit_seed is not None:
+    if plan.resplit_seed is not None and plan.fold is None:
         resplit = build_resplit_evaluation(objective, splits, metrics, plan, device=device, ranks=ranks)
     with wrap_user_errors(f"{owner}.metrics"):
         metrics = aggregate_over_ranks(metrics, ranks)

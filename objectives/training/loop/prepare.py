@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.data.resplit import ResplitSeed, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
@@ -20,12 +22,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpsearch.objectives.training")
 
-# Per objective, only the last split: a worker trains many trials on one split, and two may not fit in memory.
-_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, ResplitSeed], Splits, str]] = WeakKeyDictionary()
+# Per objective, only the last split, or its folds: a worker trains many trials on one split, and two may not fit in
+# memory.
+_PREPARED: WeakKeyDictionary[Objective, dict[_SplitKey, tuple[Splits, str]]] = WeakKeyDictionary()
 _STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  # for comparisons with other splits
 
 
-def prepare_splits(objective: Objective, split_seed: int, resplit_seed: ResplitSeed = None) -> tuple[Splits, str]:
+class _SplitKey(NamedTuple):
+    split_seed: int
+    resplit_seed: ResplitSeed
+    fold: Fold | None
+
+
+def prepare_splits(
+    objective: Objective, split_seed: int, resplit_seed: ResplitSeed = None, fold: Fold | None = None
+) -> tuple[Splits, str]:
     """Return the objective's data after checks, and their hash.
 
     `data()` is called once per process and seed, and again only if the objective's code has changed the result in
@@ -38,25 +49,49 @@ def prepare_splits(objective: Objective, split_seed: int, resplit_seed: ResplitS
         resplit_seed: the split: None for the study's; a seed for a new train/validation split with an unchanged test
             split (the study's split if `data()` does not use `Splits.make`); "all" for a refit, which also trains on
             the validation samples.
+        fold: fold of the training and validation samples, which `resplit_seed` or else `split_seed` divides.
 
     Raises:
-        ObjectiveError: `data()` raised an error, or a check failed.
+        ObjectiveError: `data()` raised an error, a check failed, or the data cannot be divided into folds.
     """
-    key = split_seed, resplit_seed
-    kept = _PREPARED.get(objective)
-    if kept is not None and kept[0] == key and kept[1].hash() == kept[2]:
-        return kept[1:]
-    own = None if resplit_seed is None else _get_study_split(objective, split_seed)
-    splits = _call_data(objective, split_seed, resplit_seed)
+    key = _SplitKey(split_seed, resplit_seed, fold)
+    kept = _PREPARED.setdefault(objective, {})
+    if key in kept and kept[key][0].hash() == kept[key][1]:
+        return kept[key]
+    for other in [other for other in kept if fold is None or other.fold is None or other[:2] != key[:2]]:
+        del kept[other]
+    own = None if resplit_seed is None and fold is None else _get_study_split(objective, split_seed)
+    splits = _call_data(objective, split_seed, resplit_seed, fold)
     if own is not None and own.test != (digest := _digest_samples(splits.test, splits.hash_of("test"), by_labels=True)):
         change = f"changes the test split from {own.test[:12]} to {digest[:12]}"
         remedy = "return the same test samples for a seed; change a split with dataclasses.replace(split, x=...)"
-        if resplit_seed == "all":
-            raise ObjectiveError(f"{type(objective).__name__}.data: joining train and validation {change}; {remedy}")
+        if resplit_seed == "all" or fold is not None:
+            what = "joining train and validation" if fold is None else "a fold"
+            raise ObjectiveError(f"{type(objective).__name__}.data: {what} {change}; {remedy}")
         log.warning("using the study's split instead of a new one, because data() %s; %s", change, remedy)
         splits = _call_data(objective, split_seed, None)
-    _PREPARED[objective] = key, splits, (found := splits.hash())
-    return splits, found
+    kept[key] = splits, splits.hash()
+    return kept[key]
+
+
+def prepare_folds(objective: Objective, split_seed: int, count: int) -> tuple[list[Splits], str]:
+    """Return the splits of all folds of the study's training and validation samples, and one hash of them.
+
+    Raises:
+        ObjectiveError: see `prepare_splits`; or the test inputs differ between folds.
+    """
+    prepared = [prepare_splits(objective, split_seed, None, Fold(index, count)) for index in range(count)]
+    if len({splits.hash_of("test") for splits, _ in prepared}) > 1:
+        raise ObjectiveError(
+            f"{type(objective).__name__}.data: the test samples differ between folds, because data() transforms them "
+            "by statistics of the training samples; transform them in model(), as with Standardize.fit(train.x)"
+        )
+    return [splits for splits, _ in prepared], combine_hashes([found for _, found in prepared])
+
+
+def combine_hashes(hashes: Sequence[str]) -> str:
+    """Return one SHA-256 of several."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def is_resplit(objective: Objective, split_seed: int, splits: Splits) -> bool:
@@ -94,11 +129,17 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
-def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed) -> Splits:
+def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed, fold: Fold | None = None) -> Splits:
     owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
-    with wrap_user_errors(f"{owner}.data"), request_split(resplit_seed) as request:
+    fold_seed = resplit_seed if isinstance(resplit_seed, int) else split_seed
+    with wrap_user_errors(f"{owner}.data"), request_split(resplit_seed, fold, fold_seed) as request:
         splits = objective.data(split_seed)
+    if fold is not None and not request.has_divided:
+        raise ObjectiveError(
+            f"{owner}.data does not split the samples with Splits.make(), so they cannot be divided into folds; use "
+            "Splits.make(), or remove --folds"
+        )
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{owner}.data must return Splits, not {type(splits).__name__}")
     try:

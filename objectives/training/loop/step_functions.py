@@ -13,6 +13,7 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.ensemble import Ensemble
 from hpsearch.objectives.training.evaluation.evaluate import PartEvaluator, as_floats
 from hpsearch.objectives.training.evaluation.losses import as_additive_loss
 from hpsearch.objectives.training.evaluation.model_state import describe_change, read_model_state
@@ -97,12 +98,18 @@ def bind_part_evaluator(objective: Objective, config: TrainConfig) -> PartEvalua
 
 
 def bind_export(objective: Objective, config: TrainConfig) -> Callable[[nn.Module], ExportableModel] | None:
-    """Return a function that calls `Objective.export` and checks its result; None if it is not overridden."""
+    """Return a function that calls `Objective.export` and checks its result; None if it is not overridden.
+
+    The models of an `Ensemble` are exported one by one, and their outputs are averaged.
+    """
     if not overrides(objective, "export"):
         return None
     owner = f"{type(objective).__name__}.export"
 
     def export(model: nn.Module) -> ExportableModel:
+        if isinstance(model, Ensemble):
+            exported = [export(member) for member in model.models]
+            return exported[0]._replace(module=Ensemble([member.module for member in exported]).eval())
         with wrap_user_errors(owner):
             found = objective.export(model, config)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):

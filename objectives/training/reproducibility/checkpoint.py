@@ -265,8 +265,8 @@ class RunFiles:
 def promotable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of `best.pt`: the best weights of a full state and their scores, without the optimizer."""
     kept = ("format", "objective", "config", "seed", "split_seed", "split_hash")
-    refit = {"refit": state["refit"]} if "refit" in state else {}
-    return {**{key: state[key] for key in kept}, **refit, **state["best"]}
+    more = (key for key in ("refit", "folds") if key in state)
+    return {**{key: state[key] for key in (*kept, *more)}, **state["best"]}
 
 
 def _read_shard_folder(path: Path) -> str | None:

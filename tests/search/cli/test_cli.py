@@ -355,11 +355,17 @@ def test_another_metric_has_its_own_direction() -> None:
 
 
 def test_a_prompt_without_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    with pytest.raises(SearchError, match="add --yes"):
-        confirm("remove it?")
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert confirm("remove it?")
+    for without_answer in ("", "\n", "maybe\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(without_answer))
+        with pytest.raises(SearchError, match="add --yes"):
+            confirm("remove it?")
+    with Path("/dev/zero").open() as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        with pytest.raises(SearchError, match="add --yes"):
+            confirm("remove it?")
+    for answer, is_yes in {"y\n": True, " Yes\n": True, "n": False}.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert confirm("remove it?") is is_yes
 
 
 @pytest.mark.parametrize(

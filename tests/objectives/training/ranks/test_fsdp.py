@@ -184,14 +184,14 @@ def refused(objective):
 
 def noted():
     """Return the step log of an epoch, and the run."""
-    run = Trainer(WideSides(), SHARDED, epochs=1, seed=0)._build()
+    run = Trainer(WideSides(), SHARDED, epochs=1, seed=0).build()
     train_epoch(run, 0)
     return run.steplog.drain(), run
 
 
 def caches_casts():
     """Return whether autocast keeps the casts of all weights in a bf16 run."""
-    run = Trainer(WideSides(), dataclasses.replace(SHARDED, precision="bf16"), epochs=1, seed=0)._build()
+    run = Trainer(WideSides(), dataclasses.replace(SHARDED, precision="bf16"), epochs=1, seed=0).build()
     with run.precision.autocast():
         return torch.is_autocast_cache_enabled()
 
