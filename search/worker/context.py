@@ -118,7 +118,7 @@ class WorkerContext:
             lease=options.lease,
             rungs=self.rungs,
             metered_epochs=metered_epochs,
-            counts_start="HPSEARCH_FLEET_PID" in os.environ,  # `run` and its workers are on one machine
+            may_be_preempted="HPSEARCH_FLEET_PID" not in os.environ,  # `run` and its workers are on one machine
         )
         self.lease = LeaseKeeper(self.claims)
         self.pruner = StudyPruner(spec, study.storage, study.study_id, max_age=1.0)

@@ -69,7 +69,7 @@ class TrialSession:
             log.info("trial %d: resuming %s", self._claim.number, self.saved)
         if self._context.startup is not None:
             self._context.startup.end()  # from here on, the training ends within the grace period
-        self._context.claims.count_in_full(self._claim)
+        self._context.claims.begin_training(self._claim)
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:

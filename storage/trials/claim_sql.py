@@ -28,14 +28,14 @@ LOCK_STUDY = sa.text(f"""
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants
 
-LOSSES_AT_START = 10  # attempts lost before their training that count as one failure of the trial
+# Share of a failure of the trial as which the loss of a worker counts whose cause is unknown: its machine may have been
+# preempted, or the trial may have killed it. Before the training, the trial is rarely the cause.
+LOSS_WEIGHT_AT_START, LOSS_WEIGHT_IN_TRAINING = 0.1, 0.25
 
 # Lost and failed attempts since the trial last made progress: an attempt that is preempted after some epochs resets the
-# count, and an epoch that kills every worker gets no extra tries for the epochs before it. On preemptible machines, an
-# attempt may be lost before its training begins, whatever the trial is.
+# count, and an epoch that kills every worker gets no extra tries for the epochs before it.
 _COUNT_FAILURES = f"""
-    SELECT count(*) FILTER (WHERE b.counts_in_full OR b.outcome = 'failed')
-           + count(*) FILTER (WHERE NOT b.counts_in_full AND b.outcome IS DISTINCT FROM 'failed') / {LOSSES_AT_START}
+    SELECT floor(coalesce(sum(CASE b.outcome WHEN 'failed' THEN 1 ELSE b.loss_weight END), 0))::int
            AS failures, count(*) AS attempts
       FROM hpsearch_attempts b
      WHERE b.trial_id = {{trial}} AND (b.outcome IN ('lost', 'failed') {{also}})
@@ -87,8 +87,8 @@ SELECT_CANDIDATES_EXCEPT_PAUSED = sa.text(_SELECT_CANDIDATES.format(which=EXCEPT
 _INSERT_LEASE = """
     lease AS (
         INSERT INTO hpsearch_attempts
-               (trial_id, attempt, claim_id, worker, process, lease, counts_in_full, started_at, expires_at)
-        SELECT trial_id, attempt, :claim, :worker, :process, :lease, :counts_in_full, clock_timestamp(),
+               (trial_id, attempt, claim_id, worker, process, lease, loss_weight, started_at, expires_at)
+        SELECT trial_id, attempt, :claim, :worker, :process, :lease, :loss_weight, clock_timestamp(),
                clock_timestamp() + :lease * interval '1 second' FROM mine
     ), noted AS (
         INSERT INTO trial_user_attributes (trial_id, key, value_json)
@@ -129,11 +129,11 @@ COUNT_FAILURES = sa.text(_COUNT_FAILURES.format(trial=":trial", also=""))
 SET_LEASE = sa.text("""
     UPDATE hpsearch_attempts
        SET expires_at = clock_timestamp() + :lease * interval '1 second',
-           counts_in_full = counts_in_full OR :lease < 0  -- the worker gave the attempt up
+           loss_weight = CASE WHEN :lease < 0 THEN 1 ELSE loss_weight END  -- 1: the worker gave the attempt up
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
 
-COUNT_IN_FULL = sa.text("""
-    UPDATE hpsearch_attempts SET counts_in_full = true
+SET_LOSS_WEIGHT = sa.text("""
+    UPDATE hpsearch_attempts SET loss_weight = :weight
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)

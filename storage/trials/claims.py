@@ -52,8 +52,8 @@ class Claims:
         retry_seconds: longest time in seconds to retry while the database is unavailable.
         rungs: rungs at which trials pause; None if the pruner has no rungs.
         metered_epochs: number of epochs of a full trial, if the study has a budget in epochs or seconds; else None.
-        counts_start: whether the loss of this worker before the training of a trial counts in full as a failure of the
-            trial. Otherwise ten such losses count as one, because the machine may have been preempted.
+        may_be_preempted: whether a loss of this worker has an unknown cause. It then counts in part as a failure of the
+            trial: a tenth before the training, a quarter in the training.
     """
 
     def __init__(  # noqa: PLR0913 keywords
@@ -66,7 +66,7 @@ class Claims:
         retry_seconds: float = RETRY_SECONDS,
         rungs: Rungs | None = None,
         metered_epochs: int | None = None,
-        counts_start: bool = True,
+        may_be_preempted: bool = False,
     ) -> None:
         self._engine = engine
         self._database = Database(engine, retry_seconds)
@@ -76,7 +76,7 @@ class Claims:
         self.lease = lease
         self._rungs = rungs
         self._metered_epochs = metered_epochs
-        self._counts_start = counts_start
+        self._may_be_preempted = may_be_preempted
         self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # time at which the database became available again after the last outage
 
@@ -131,7 +131,7 @@ class Claims:
             "worker": self._worker,
             "process": self._process,
             "lease": self.lease,
-            "counts_in_full": self._counts_start,
+            "loss_weight": claim_sql.LOSS_WEIGHT_AT_START if self._may_be_preempted else 1,
             "keys": [ATTEMPT, WORKER],
         }
         spending = self._spending(connection)
@@ -247,11 +247,12 @@ class Claims:
         """Set the lease of a claim to expired, because this process exits without ending the attempt, which failed."""
         self._set_lease(claim, -1.0)
 
-    def count_in_full(self, claim: Claim) -> None:
-        """Count a loss of the attempt in full as a failure of the trial, because the training begins."""
-        if not self._counts_start:
-            arguments = {"trial": claim.trial_id, "attempt": claim.attempt}
-            self._database.run_autocommit(lambda connection: connection.execute(claim_sql.COUNT_IN_FULL, arguments))
+    def begin_training(self, claim: Claim) -> None:
+        """Count a loss of the attempt from now on as one in the training."""
+        if self._may_be_preempted:
+            weight = claim_sql.LOSS_WEIGHT_IN_TRAINING
+            arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "weight": weight}
+            self._database.run_autocommit(lambda connection: connection.execute(claim_sql.SET_LOSS_WEIGHT, arguments))
 
     def _set_lease(self, claim: Claim, seconds: float) -> bool:
         arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}

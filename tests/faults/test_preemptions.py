@@ -1,4 +1,4 @@
-"""Many preemptions at random times, most of them while the workers start."""
+"""Preemptions at random times, many of them while the workers start."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ GRACE = 5.0
 
 @dataclass
 class Preemptions:
-    """Preempt each worker a random time after its start, until `most` workers were preempted.
+    """Preempt each worker a random time after its start.
 
     Half of the workers are killed at once. The others get SIGTERM, and are killed after a grace period.
     """
 
     seed: int
     mean_seconds: float
-    most: int
     done: Counter[str] = field(default_factory=Counter)
     due: dict[int, float] = field(default_factory=dict)
 
@@ -46,21 +45,26 @@ class Preemptions:
                 if now > GRACE - due:
                     worker.send(signal.SIGKILL)
                 continue
-            if self.done.total() == self.most:
-                continue
             number = self.dice.choice([signal.SIGKILL, signal.SIGTERM])
             worker.send(number)
             self.done[number.name] += 1
             self.due[worker.pid] = -now if number == signal.SIGTERM else math.inf
 
 
-@pytest.mark.parametrize("most", [1000])
+@pytest.mark.parametrize("n_trials", [12])
 def test_preemptions_fail_no_trial_and_change_no_value(
-    arena: Arena, undisturbed: Callable[[int], list[list[float]]], most: int
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], n_trials: int
 ) -> None:
-    arena.create(12, [])
-    preemptions = Preemptions(seed=1, mean_seconds=0.5, most=most)
+    """A worker is preempted after about half of the time that it needs to start and to train a trial."""
+    quiet = arena.make_quiet_arena()
+    quiet.create(1, [])
+    began = time.monotonic()
+    quiet.work(1, PACE="0.1")
+    arena.create(n_trials, [])
+    preemptions = Preemptions(seed=1, mean_seconds=(time.monotonic() - began) / 2)
     arena.work(4, meanwhile=preemptions, codes=(-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), PACE="0.1")
-    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(12), 12)
-    print(dict(preemptions.done), len(arena.workers), Counter(o for trial in trials for o in trial.outcomes))
+    quiet.close()
+    values = undisturbed(n_trials)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, values, n_trials)
+    print(dict(preemptions.done), Counter(outcome for trial in trials for outcome in trial.outcomes))
     assert {trial.state for trial in trials} == {"COMPLETE"}

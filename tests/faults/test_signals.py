@@ -99,8 +99,8 @@ def test_a_failure_of_user_code_ends_only_its_trial(
 def test_a_trial_that_kills_its_workers_fails_without_harm_to_others(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
-    arena.create(3, [Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
+    arena.create(3, [Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=0)
     arena.work(2)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
     assert [t.state for t in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
-    assert trials[1].outcomes == ["lost"] * 3
+    assert trials[1].outcomes == ["lost"] * 4

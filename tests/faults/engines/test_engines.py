@@ -72,11 +72,11 @@ def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
         for attempt in range(1, 5)
         for nth, action in enumerate(["terminate", "kill"], start=1)
     ]
-    arena.create(2, [*preempted, Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
+    arena.create(2, [*preempted, Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=0)
     arena.work(1)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
     assert [trial.state for trial in trials] == ["COMPLETE", "FAIL"]
-    assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
+    assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 4]
 
 
 def test_preemptions_during_the_start_fail_no_trial(

@@ -38,10 +38,11 @@ def study_id(storage: BaseStorage) -> int:
 def join(engine: sa.Engine, study_id: int) -> Join:
     """Return a function for another worker in this process, which counts as alive until its lease ends."""
 
-    def make(lease: float = 60.0, *, counts_start: bool = True) -> Claims:
+    def make(lease: float = 60.0, *, may_be_preempted: bool = False) -> Claims:
         make.count += 1  # type: ignore[attr-defined]
         name = f"w{make.count}"  # type: ignore[attr-defined]
-        return Claims(engine, study_id, worker=name, lease=lease, retry_seconds=10.0, counts_start=counts_start)
+        preempted = {"may_be_preempted": may_be_preempted}
+        return Claims(engine, study_id, worker=name, lease=lease, retry_seconds=10.0, **preempted)
 
     make.count = 0  # type: ignore[attr-defined]
     return make

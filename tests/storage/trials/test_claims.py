@@ -81,20 +81,24 @@ def test_a_trial_that_kills_its_workers_fails(
     assert lost.reason == "lost its worker w2; 2 attempts without progress"
 
 
-def test_ten_losses_before_the_training_count_as_one(
+def test_losses_of_unknown_cause_count_in_part(
     storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
 ) -> None:
+    """Ten before the training count as one failure, and four in the training."""
     budget(storage, study_id, n_trials=1)  # with one retry
-    for _ in range(10):
-        kill(engine, take(join(counts_start=False)))
-    worker = join(counts_start=False)
-    claim = take(worker)
-    assert claim.attempt == 11
-    worker.count_in_full(claim)
-    kill(engine, claim)
+    for number in range(13):
+        worker = join(may_be_preempted=True)
+        claim = take(worker)
+        if number >= 10:
+            worker.begin_training(claim)
+        kill(engine, claim)
+    last = take(worker := join(may_be_preempted=True))
+    assert last.attempt == 14
+    worker.begin_training(last)
+    kill(engine, last)
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)
-    assert lost.reason == "lost its worker w11; 11 attempts without progress"
+    assert lost.reason == "lost its worker w14; 14 attempts without progress"
 
 
 def test_an_attempt_that_its_worker_gave_up_counts_in_full(
@@ -102,7 +106,7 @@ def test_an_attempt_that_its_worker_gave_up_counts_in_full(
 ) -> None:
     budget(storage, study_id, n_trials=1)
     for _ in range(2):
-        worker = join(counts_start=False)
+        worker = join(may_be_preempted=True)
         claim = take(worker)
         worker.expire_lease(claim)
         kill(engine, claim)
