@@ -159,6 +159,9 @@ class Generator:
             arguments.append("--once")
         variables = random.sample(sorted(VARIABLES), random.choice([0, 0, 1, 2]))
         environment = {variable: random.choice(VARIABLES[variable]) for variable in variables}
+        if name == "worker":  # ten devices would be processes of their own
+            arguments = ["0" if argument == "1_0" else argument for argument in arguments]
+            environment = {key: "0" if value == "1_0" else value for key, value in environment.items()}
         return Case(arguments, environment, random.choice(self._homes) if random.random() < 0.3 else self._homes[0])
 
     def _choose_argument(self, name: str) -> str:
