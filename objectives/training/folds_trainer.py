@@ -292,7 +292,8 @@ class FoldsTrainer(BaseTrainer):
         curves = [[record.metrics[self._curve.metric_key] for record in fold.run.curve.history] for fold in self._folds]
         splits = self._folds[0].run.splits
         sizes = len(splits.train), sum(len(fold.run.splits.val) for fold in self._folds), len(splits.test)
-        return score_folds(curves, maximize=self._curve.maximize, sizes=sizes)
+        is_by_time = splits.blocks is not None and splits.blocks.ordered  # the windows do not depend on a seed
+        return score_folds(curves, maximize=self._curve.maximize, sizes=sizes, has_new_split=not is_by_time)
 
     def _write_report(self, result: FitResult, path: Path, steps: list[dict[str, Any]]) -> None:  # noqa: ARG002
         metric, best = self.objective.metric, result.best_epoch
@@ -348,13 +349,16 @@ def _merge(name: str, values: list[float]) -> float:
     return max(values) if name in _LARGEST else fmean(values)
 
 
-def score_folds(curves: list[list[float]], *, maximize: bool, sizes: tuple[int, int, int]) -> ResplitScore:
+def score_folds(
+    curves: list[list[float]], *, maximize: bool, sizes: tuple[int, int, int], has_new_split: bool = True
+) -> ResplitScore:
     """Return the score of a cross-validation: each fold is scored at the epoch that the other folds select.
 
     Args:
         curves: metric by fold and epoch [folds, epochs].
         maximize: whether higher values are better.
         sizes: numbers of training samples of a fold, of validation samples of all folds, and of test samples.
+        has_new_split: whether the division into folds differs from that of the study.
     """
     sign = 1.0 if maximize else -1.0
     epochs = range(len(curves[0]))
@@ -370,6 +374,6 @@ def score_folds(curves: list[list[float]], *, maximize: bool, sizes: tuple[int, 
         optimism=fmean(curve[best] for curve in curves) - fmean(values),
         error=stdev(values) / math.sqrt(len(values)),
         epochs=tuple(selected),
-        has_new_split=True,
+        has_new_split=has_new_split,
         sizes=sizes,
     )

@@ -62,7 +62,7 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
     objective.default_config()  # for reports, and for commands that need no study
     if spec.folds is not None:
-        prepare_folds(check_folds(objective), spec.seed, spec.folds)
+        check_folds(objective)
     if not isinstance(objective, Objective):
         return  # a custom loop has no parts that could run separately
     with name_setting_of_metric(objective, spec):

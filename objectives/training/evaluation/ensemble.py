@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -35,8 +36,6 @@ class Ensemble(nn.Module):
         self.forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
-        import copy
-
         return Ensemble([copy.deepcopy(model, memo) for model in self.models])
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_wine
 from torch import nn
 
-from hpsearch import LocalSession, Standardize, TrainConfig
+from hpsearch import LocalSession, Splits, Standardize, TrainConfig
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import fit, restore_model
 from hpsearch.objectives.training.config import RunPlan
@@ -103,6 +105,18 @@ def test_a_run_on_a_new_division_has_a_score_and_the_same_test_samples() -> None
     found = fit(Wine(), CONFIG, plan, device="cpu")
     assert found.resplit_score.sizes == (94, 142, 36)
     assert found.resplit_score.error > 0
+    assert found.resplit_score.has_new_split
+
+
+def test_the_windows_of_folds_by_time_are_no_new_division() -> None:
+    class Timed(Wine):
+        def data(self, seed):
+            x, y = load_wine(return_X_y=True)
+            shuffled = np.random.default_rng(0).permutation(len(x))
+            return Splits.make(x[shuffled], y[shuffled], seed=seed, times=np.arange(len(x)))
+
+    found = fit(Timed(), CONFIG, RunPlan(2, 0, 0, resplit_seed=5, folds=FOLDS), device="cpu")
+    assert not found.resplit_score.has_new_split
 
 
 class Stepping(Wine):
