@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ gc.disable()  # until the tests are collected: their imports take a quarter less
 # pytest's main process loads readline, which sets these variables to the width of its terminal for all child processes.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+
+# MLflow tries to import these in every other call, which searches all folders of sys.path.
+sys.modules |= {name: None for name in ("dbruntime", "pyspark", "IPython") if find_spec(name) is None}  # type: ignore[misc]
 
 # Threads that share a core with those of the other process of pytest-xdist spin while they wait for each other, and so
 # take half as much again for the same work. The zygote has one thread too; a fleet divides the cores itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -77,9 +78,12 @@ def _print_traceback(*error: Any) -> None:
     echo("".join(traceback.format_exception(*error)), err=True, nl=False)
 
 
+_build_command = functools.cache(typer.main.get_command)  # takes as long as many a command
+
+
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code; print a user error as one line on stderr and return 2."""
-    command = typer.main.get_command(app)
+    command = _build_command(app)
 
     def call_command() -> int:
         read_secret_files()  # before the options are parsed, which read environment variables

@@ -23,7 +23,11 @@ def set_seed(*parts: int | str) -> None:
 
     Every epoch is seeded by (seed, epoch), so a resume at the start of an epoch is exact without a saved RNG state.
     """
-    torch.manual_seed(seed_cpu_libraries(*parts))
+    seed = seed_cpu_libraries(*parts)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)  # `manual_seed` formats a stack for each kind of device: up to 1 ms
 
 
 def seed_cpu_libraries(*parts: int | str) -> int:
