@@ -22,6 +22,9 @@ from hpsearch.objectives.training.ranks import RankLostError, Ranks, init_proces
 # Networks without dropout, whose random numbers depend on the rank; a transformer takes minutes on a CPU.
 RANKED_NET = {"cuda": "transformer", "cpu": "mlp"}
 TIMEOUT_SECONDS = 30.0  # of the collectives; a hang must end within this time plus 10 s
+# Ranks add in another order than one process. TF32 and AdamW, whose steps have the same size for small gradients, would
+# make large differences of that.
+_COMMON: dict[str, Any] = {"matmul_precision": "highest", "optimizer": "sgd", "lr": 0.02}
 _RANKED: dict[str, dict[str, Any]] = {  # settings of runs on ranks
     "DDP": {},
     "DDP, bf16": {"precision": "bf16"},
@@ -40,7 +43,7 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder, alone = Path(name), {}
         for precision in ("fp32", "bf16"):
-            settings = {"matmul_precision": "highest", "precision": precision}
+            settings = {**_COMMON, "precision": precision}
             alone[precision] = fit(RANKED_NET[machine.device], settings, machine.device, machine.rows)
         code = _run_ranks(machine, folder, _rank_checks)
         for title, settings in _RANKED.items():
@@ -61,7 +64,7 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
 
 def _rank_checks(ranks: Ranks, device: str, rows: int, folder: Path) -> None:
     for title, settings in _RANKED.items():
-        config = {"matmul_precision": "highest", **settings}  # ranks add in another order, which changes TF32 more
+        config = {**_COMMON, **settings}
         net = RANKED_NET[torch.device(device).type]
         whole = fit(net, config, device, rows)
         resumed = fit_with_stops(net, config, device, rows, folder / f"{title}.run", ranks)

@@ -199,7 +199,7 @@ def _timed(epoch, device):
     """Return the seconds of an epoch; on a CPU the CPU time, which does not depend on other load on the machine."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     started = clock()
-    assert epoch() < 3.0
+    epoch()
     return clock() - started
 
 
