@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hpsearch
@@ -126,6 +127,7 @@ def _is_import_call(function: ast.expr) -> bool:
     return name in {"__import__", "import_module"}
 
 
+@cache
 def find_module_imports() -> dict[str, set[str]]:
     """Return the project's modules that each of its modules imports."""
     known = list_modules()
