@@ -313,7 +313,7 @@ class Study:
         return list(self.summary().front)
 
     def summary(self) -> Summary:
-        """Return the current counts of trials, the best trials, and the epochs and time that pruning saved.
+        """Return the current counts of trials, the best trials, and the epochs that pruning saved.
 
         Example:
             assert study.summary().failed == 0

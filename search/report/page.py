@@ -49,7 +49,7 @@ from hpsearch.search.study.device_summary import format_devices, summarize_devic
 from hpsearch.search.study.promotions import list_promotions
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy, get_report_path
-from hpsearch.search.study.summary import Summary, format_seconds, format_value, get_study_page, summarise
+from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.records.promotions import Promotion
@@ -133,7 +133,6 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         paused=any(trial["pauses"] for trial in figures["trials"]),
         n_forecasts=len(forecasts),
         devices=format_devices(devices) if (devices := summarize_devices(study)) else None,
-        saved=format_seconds(summary.seconds_saved),
         best=_describe_best(study, summary, finalists),
         figures=figures,
         importances=importances,
@@ -245,8 +244,8 @@ def _make_cards(
         elapsed, _, others = headline.cost.partition(" elapsed, ")
         cards.append((elapsed, f"elapsed, {others}"))
     if summary.epochs_saved:
-        saved = format_seconds(summary.seconds_saved)
-        cards.append((saved, f"saved by pruning, {pluralize(summary.epochs_saved, 'epoch')}"))
+        planned = summary.epochs_saved + summary.epochs_run
+        cards.append((f"{summary.epochs_saved / planned:.0%}", f"of {pluralize(planned, 'epoch')} saved by pruning"))
     return cards
 
 

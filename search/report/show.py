@@ -29,7 +29,6 @@ from hpsearch.search.study.summary import (
     format_folds,
     format_front,
     format_rungs,
-    format_seconds,
     format_value,
     get_study_page,
     summarise,
@@ -76,10 +75,7 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
     lines += format_confirmation(study)
     if summary.epochs_saved:
-        lines.append(
-            f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
-            f"about {format_seconds(summary.seconds_saved)} of worker time"
-        )
+        lines.append(f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs")
     lines += format_rungs(study)
     if (devices := summarize_devices(study)) is not None:
         lines.append(f"devices: {format_devices(devices)}")

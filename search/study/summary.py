@@ -83,7 +83,7 @@ def format_rungs(study: StoredStudy) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a study: counts of trials, the best trials, and the epochs and time that pruning saved."""
+    """Summary of a study: counts of trials, the best trials, and the epochs that pruning saved."""
 
     complete: int
     pruned: int
@@ -96,7 +96,6 @@ class Summary:
     epochs_run: int
     epochs_saved: int  # 0 without a limit of trials
     untracked: int  # trials that are not completely in MLflow
-    seconds_saved: float  # estimated from each pruned trial's own time per epoch
 
     @property
     def best(self) -> FrozenTrial | None:
@@ -121,15 +120,8 @@ def summarise(study: StoredStudy) -> Summary:
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    seconds = compute_run_seconds(study, pruned)
-    saved_epochs, saved_seconds = 0, 0.0
     # Without a limit of trials, pruned trials leave their epochs to others.
-    for trial in pruned if study.spec.n_trials < MAX_TRIALS else ():
-        done = len(trial.intermediate_values)
-        if done and trial._trial_id in seconds:
-            left = study.spec.epochs - done
-            saved_epochs += left
-            saved_seconds += seconds[trial._trial_id] / done * left
+    saving = pruned if study.spec.n_trials < MAX_TRIALS else []
     return Summary(
         complete=len(by_state[TrialState.COMPLETE]),
         pruned=len(pruned),
@@ -140,9 +132,8 @@ def summarise(study: StoredStudy) -> Summary:
         front=tuple(find_pareto_front(trials, study.spec.maximize_each)),
         out_of_bounds=sum(not is_feasible(t) for t in by_state[TrialState.COMPLETE]),
         epochs_run=sum(len(t.intermediate_values) for t in trials),
-        epochs_saved=saved_epochs,
+        epochs_saved=sum(study.spec.epochs - len(t.intermediate_values) for t in saving if t.intermediate_values),
         untracked=sum(TRACKING in t.user_attrs for t in trials),
-        seconds_saved=saved_seconds,
     )
 
 
