@@ -49,6 +49,9 @@ sys.modules |= {name: None for name in ("dbruntime", "pyspark", "IPython") if fi
 # take half as much again for the same work. The zygote has one thread too; a fleet divides the cores itself.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
+# Most tests expect the results of a CPU. `CUDA_VISIBLE_DEVICES=0 ./hpsearch test` uses a GPU.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 # A suite in the background of a script, or under nohup, is started with signals ignored, and what it starts would be
 # too. The suite ignores them with a handler function instead, so that children start with the default actions.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
