@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
 from hpsearch.search.console import format_number, plain_table
-from hpsearch.search.report.trials import format_state, list_parameter_names
+from hpsearch.search.report.trials import PARAMETER_PREFIX, format_state, list_parameter_names
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_value, list_violations
 from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, PRUNING, REASON, WORKER
@@ -95,7 +95,7 @@ def make_trial_table(
     room = width - sum(_measure(name, column) for name, column in cells.items())
     reserved = min(max(longest, len("reason")), max(_MIN_REASON_WIDTH, width // 3)) + _PADDING
     left = room - (reserved if longest and parameters is None else 0)
-    shown = _select_parameters(trials, left, parameters)
+    shown = _select_parameters(trials, left, parameters, taken={*cells, "worker", "reason"})
     cells |= shown
     left -= sum(_measure(name, column) for name, column in shown.items())
     if width >= _WORKER_WIDTH:
@@ -117,16 +117,21 @@ def _measure(name: str, column: Sequence[str]) -> int:
     return max(len(name), *map(len, column), 0) + _PADDING
 
 
-def _select_parameters(trials: Sequence[FrozenTrial], room: int, wanted: Sequence[str] | None) -> dict[str, list[str]]:
-    """Return the cells of the parameters that fit, in the order of the trials, by name.
+def _select_parameters(
+    trials: Sequence[FrozenTrial], room: int, wanted: Sequence[str] | None, *, taken: Collection[str]
+) -> dict[str, list[str]]:
+    """Return the cells of the parameters that fit, in the order of the trials, by column.
 
     Args:
         trials: trials in the order of the table.
         room: width in characters.
         wanted: names of the parameters in their order; None selects among all parameters.
+        taken: names of other columns; a parameter of such a name has the column `params_NAME`, as in Optuna's tables.
     """
     columns = {
-        name: [format_value(trial.params[name]) if name in trial.params else "" for trial in trials]
+        (f"{PARAMETER_PREFIX}{name}" if name in taken else name): [
+            format_value(trial.params[name]) if name in trial.params else "" for trial in trials
+        ]
         for name in wanted or list_parameter_names(list(trials))
     }
     names = (

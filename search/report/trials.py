@@ -21,6 +21,7 @@ from hpsearch.storage.display import find_link
 from hpsearch.storage.trials.history import AttemptRecord, RunInterval, read_attempts, read_run_intervals
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
+PARAMETER_PREFIX = "params_"  # of columns, as in `optuna.Study.trials_dataframe`
 
 
 def format_state(trial: FrozenTrial) -> str:
@@ -51,13 +52,16 @@ def sort_trials_by(study: StoredStudy, key: str) -> list[FrozenTrial]:
 
     Args:
         study: the study.
-        key: `trial`, `epochs`, the name of a metric or a parameter; with `-` in front, the order is descending.
+        key: `trial`, `epochs`, the name of a metric or a parameter, or `params_NAME` for a parameter with the name of
+            another column; with `-` in front, the order is descending.
 
     Raises:
         SearchError: the study has no such column.
     """
     trials, metrics = study.trials(), list(study.spec.direction_by_metric)
     name = key.removeprefix("-")
+    known = list_parameter_names(trials)
+    parameter = name if name in known else name.removeprefix(PARAMETER_PREFIX)
     cells: dict[int, Any]
     if name == "trial":
         cells = {trial.number: trial.number for trial in trials}
@@ -65,8 +69,8 @@ def sort_trials_by(study: StoredStudy, key: str) -> list[FrozenTrial]:
         cells = {trial.number: len(trial.intermediate_values) for trial in trials}
     elif name in metrics:
         cells = {trial.number: trial.values[metrics.index(name)] for trial in trials if trial.values}
-    elif name in (known := list_parameter_names(trials)):
-        cells = {trial.number: trial.params[name] for trial in trials if name in trial.params}
+    elif parameter in known:
+        cells = {trial.number: trial.params[parameter] for trial in trials if parameter in trial.params}
     else:
         hint = suggest_names(name, ["trial", "epochs", *metrics, *known])
         raise SearchError(f"--sort {key!r}: study {study.spec.name!r} has no such column{hint}")

@@ -56,3 +56,15 @@ def test_an_unknown_column_is_an_error(say: Say, options: tuple[str, str]) -> No
     message = say("show", "s", *options, code=2)
     assert f"{options[0]} " in message
     assert "did you mean 'lr'?" in message
+
+
+def test_parameters_with_the_names_of_other_columns_have_columns_of_their_own(study: optuna.Study, say: Say) -> None:
+    names = ("epochs", "value", "trial")
+    for value, number in ((0.1, 30), (0.2, 10)):
+        params = dict.fromkeys(names, number)
+        distributions = {name: CategoricalDistribution([10, 30]) for name in names}
+        study.add_trial(create_trial(value=value, params=params, distributions=distributions))
+    shown = say("show", "s", "--columns", ",".join(names), "--sort", "params_epochs")
+    assert numbers(shown)[:2] == [4, 3]
+    assert re.search(r"^trial +state +epochs +value +params_epochs +params_value +params_trial *$", shown, re.MULTILINE)
+    assert re.search(r"^ +4 +complete +0 +0.2 +10 +10 +10 *$", shown, re.MULTILINE)
