@@ -32,7 +32,7 @@ from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Session, Verdict
 from hpsearch.objectives.training.trainer import BaseTrainer, Trainer, format_metrics
 
-_SUMMED = frozenset({"epoch_seconds"})  # metrics that the folds add; of the others, the run reports the mean
+_SUMMED = frozenset({"epoch_seconds"})  # metrics that are summed over the folds; the others are averaged
 _LARGEST = frozenset({"peak_memory_bytes"})
 
 
@@ -82,7 +82,7 @@ class _FoldSession:
 
 @dataclass
 class _FoldRun:
-    """A fold in training."""
+    """Trainer and training state of one fold."""
 
     trainer: Trainer
     run: Run
@@ -91,12 +91,12 @@ class _FoldRun:
 class FoldsTrainer(BaseTrainer):
     """Cross-validation of one configuration: one model per fold, trained in turns, one epoch each.
 
-    An epoch of this run is an epoch of all folds. Its metrics are the means over the folds. The mean of the metric
-    selects one best epoch for all folds, and decides about the patience. A checkpoint contains all folds, and a run
+    An epoch of this run is an epoch of all folds. Its metrics are the means over the folds. The best
+    epoch and the patience are computed from the mean of the metric. A checkpoint contains all folds, and a run
     resumes within any epoch of any fold.
 
-    The samples of training and validation are divided into folds by the seed of the split. The test split is the same
-    for all folds. The model of the run is the `Ensemble` of the models of the folds.
+    The split seed determines the fold of each training and validation sample. The test split is the same for all folds.
+    The model of the run is the `Ensemble` of the models of the folds.
 
     Args:
         objective: objective to train.
@@ -316,7 +316,7 @@ def check_folds(objective: BaseObjective) -> Objective:
     """Return the objective if its models can be trained on folds and averaged.
 
     Raises:
-        ObjectiveError: the objective has a custom loop, or calls its models itself.
+        ObjectiveError: the objective has a custom loop, or overrides `step` or `evaluate`.
     """
     if not isinstance(objective, Objective):
         raise ObjectiveError(
@@ -334,8 +334,8 @@ def check_folds(objective: BaseObjective) -> Objective:
 def merge_metrics(folds: list[Mapping[str, float]], key: str) -> dict[str, float]:
     """Return the metrics of a run from those of its folds: means, and for the metric `key` also each fold's value.
 
-    `key` also gets the standard error of its mean, as ``{key}_se``. Folds share training samples, so the standard error
-    is too small by an unknown factor (Bengio and Grandvalet 2004, *Journal of Machine Learning Research* 5).
+    The result also contains the standard error of the mean of `key`, as ``{key}_se``. Folds share training samples, so
+    it is too small by an unknown factor (Bengio and Grandvalet 2004, *Journal of Machine Learning Research* 5).
     """
     merged = {name: _merge(name, [fold[name] for fold in folds if name in fold]) for name in folds[0]}
     values = [fold[key] for fold in folds]

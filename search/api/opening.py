@@ -173,7 +173,7 @@ def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy
     at = read_progress(engine, frozen._study_id, spec.direction)
     current = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(
-        name=spec.name,
+        name=frozen.study_name,
         objective=spec.objective,
         metric=spec.metric,
         finished_trials=at.finished,

@@ -113,9 +113,12 @@ def run_command(arguments: list[str]) -> int:
 def _add_value(error: typer.TyperException, message: str, given: list[str]) -> str:
     """Return typer's error message, completed by the rejected value and a reference to the help."""
     for name in getattr(getattr(error, "param", None), "opts", []):
+        if (found := re.search(rf"'{name}'(?: \(env var: '(\w+)'\))?:", message)) is None:
+            continue
         if name in given[:-1]:
-            found = re.search(rf"'{name}'( \(env var: '\w+'\))?:", message)
-            message = message.replace(found[0], f"{name} {given[given.index(name) + 1]!r}:") if found else message
+            message = message.replace(found[0], f"{name} {given[given.index(name) + 1]!r}:")
+        elif found[1] in os.environ:
+            message = message.replace(found[0], f"{found[1]} {os.environ[found[1]]!r}:")
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         near = [*(error.possibilities or ()), *filter(None, [CURRENT_NAMES.get(error.option_name)])]
         close = suggest_names(error.option_name, near) if near else ""

@@ -22,6 +22,17 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 _TEXT_FILES = {"archive_format", "archive_version", "byteorder", "version", "serialization_id"}
 _UNSAFE_OPERATORS = {"from_file", "save"}  # read or write files
+# Internal operators that exported models contain. Others may not check their arguments, such as indices.
+_INTERNAL_OPERATORS = {
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_async", "_assert_scalar", "_assert_tensor_metadata"),
+    *("_cdist_forward", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c"),
+    *("_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_native_multi_head_attention"),
+    *("_pack_padded_sequence", "_pad_packed_sequence", "_prelu_kernel", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_softmax", "_to_copy"),
+    *("_transformer_encoder_layer_fwd", "_trilinear", "_unsafe_view", "_upsample_bicubic2d_aa"),
+    *("_upsample_bilinear2d_aa", "_weight_norm", "_weight_norm_interface"),
+}
 _HIGHER_ORDER = {
     *("cond", "while_loop", "scan", "associative_scan", "map_impl", "out_dtype", "flex_attention"),
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
@@ -123,8 +134,9 @@ def _is_safe_text(text: str, key: str) -> bool:
 def _is_safe_operator(target: str) -> bool:
     match target.split("."):
         case ["torch", "ops", "aten" | "prims", name, *overload]:
-            has_private_part = any(each.startswith("__") for each in (name, *overload))
-            return len(overload) <= 1 and name not in _UNSAFE_OPERATORS and not has_private_part
+            is_internal = name.startswith("_") and name not in _INTERNAL_OPERATORS
+            is_plain = len(overload) <= 1 and not any(each.startswith("__") for each in overload)
+            return is_plain and not is_internal and name not in _UNSAFE_OPERATORS
         case ["torch", "ops", "higher_order", name]:
             return name in _HIGHER_ORDER
         case ["torch", name]:

@@ -26,7 +26,18 @@ def check_regular(path: Path, setting: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, of which others silently keep the last."""
+    """YAML loader that rejects duplicate keys, of which others silently keep the last, and aliases.
+
+    A few nested aliases can describe a value that is too large for the memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node."""
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs have no types for it
+            message = f"the alias '*{alias.anchor}' is not supported; write its value again"
+            raise yaml.composer.ComposerError(None, None, message, alias.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a node."""
@@ -60,9 +71,14 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         raise SearchError(f"--spec {path} is not UTF-8 text; save the file as UTF-8") from None
     except RecursionError:
         raise SearchError(f"--spec {path}: the brackets are nested too deeply; write a table of settings") from None
+    except yaml.MarkedYAMLError as error:
+        at = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SearchError(f"--spec {path}: {error.problem or error.context}{at}; correct the file") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None
+    if values is None:
+        raise SearchError(f"--spec {path} is empty; write settings such as 'n_trials: 20'")
     if not isinstance(values, dict):
         raise SearchError(f"--spec {path} must contain settings such as 'n_trials', not {type(values).__name__}")
     return convert_names_to_tables(values)

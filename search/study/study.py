@@ -262,7 +262,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     """Return the stored study with this name.
 
     Raises:
-        SearchError: the study does not exist, or was not created by hpsearch.
+        SearchError: the study does not exist, was renamed, or was not created by hpsearch.
     """
     study_id = find_study(storage, name)
     if study_id is None:
@@ -272,7 +272,13 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} was not created by hpsearch; give another study")
-    return StoredStudy(parse_stored_spec(stored), storage, study_id)
+    spec = parse_stored_spec(stored)
+    if spec.name != name:  # otherwise a worker's role could direct a command for this study to another one
+        raise SearchError(
+            f"study {name!r} was renamed: its settings have the name {spec.name!r}; rename or delete it in the Optuna "
+            "dashboard"
+        )
+    return StoredStudy(spec, storage, study_id)
 
 
 def find_study(storage: PostgresStorage, name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ def check_source(name: str, reference: str, attrs: Mapping[str, Any], *, allow_c
     """Check, without importing it, that the code of a study's objective may be imported.
 
     Built-in objectives and files that the user has named or confirmed may be imported. Another file may be imported if
-    no other user can change or replace it and if it has the hash of the study's creation. The same holds for the
-    packages of a module, unless they are installed.
+    no other user can change or replace it, if it defines the class, and if it has the hash of the study's creation. The
+    same holds for the packages of a module, unless they are installed.
 
     Args:
         name: name of the study.
@@ -109,7 +110,20 @@ def _find_distrust(reference: str, attrs: Mapping[str, Any], code: Code | None) 
         return _MISSING
     if attrs.get(SOURCE_SHA256) != code.sha256:
         return "its code has changed since the study was created"
+    if not _defines_class(code.file, reference):
+        return "its file does not define this class"
     return _find_foreign_code(code, is_file=is_file)
+
+
+def _defines_class(file: Path, reference: str) -> bool:
+    """Return whether a file may define the objective, which has a base class; an import also runs all other code."""
+    wanted = reference.rpartition(":")[2] if not reference.endswith(".py") else None
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return False
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.bases)
+    return any(wanted in (None, node.name) for node in found)
 
 
 def _has_changeable_link(code: Code) -> bool:

@@ -1,4 +1,4 @@
-"""What a claim and a report return: a trial to run, or why there is none."""
+"""Results of claims and reports: a trial to run, or the reason why there is none."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Claims:
         retry_seconds: longest time in seconds to retry while the database is unavailable.
         rungs: rungs at which trials pause; None if the pruner has no rungs.
         metered_epochs: number of epochs of a full trial, if the study has a budget in epochs or seconds; else None.
-        may_be_preempted: whether a loss of this worker has an unknown cause. It then counts in part as a failure of the
-            trial: a tenth before the training, a quarter in the training.
+        may_be_preempted: whether the death of this worker may be a preemption. Such a death counts as a fraction of a
+            failure of the trial: a tenth before the training, a quarter in the training.
     """
 
     def __init__(  # noqa: PLR0913 keywords

@@ -58,7 +58,8 @@ class RunInterval:
 
     Attributes:
         number: number of the trial.
-        started_at, ended_at: begin and end of the period; now is the end for a live attempt without a report.
+        started_at, ended_at: start and end of the period; for a live attempt without a report, `ended_at` is the
+            current time.
         rung: rung at which the trial was paused at the end of the period; None if the trial was not paused.
     """
 

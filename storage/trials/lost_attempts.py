@@ -22,7 +22,7 @@ def end_lost_attempts(
     Args:
         connection: connection whose transaction holds the lock of the study.
         study_id: id of the study.
-        retries: number of failures of a trial after which it is tried again.
+        retries: maximum number of failures after which a trial is still retried.
         back_at: time, as `time.monotonic()`, when the database was last available again after an outage. During the
             outage no worker could renew a lease, so leases count as expired only a whole lease period later.
         fail: whether to set the first trial without retries left to FAIL and return it.

@@ -62,7 +62,8 @@ def find_token(url: str) -> str | None:
     """
     with suppress(ValueError, StorageError):  # ValueError: an invalid host or port
         parts = urlsplit(url)
-        if parts.scheme == "http" and parts.hostname == _LOOPBACK and parts.port is not None:
+        # The whole netloc is compared, because requests takes `http://other\@127.0.0.1:5000` as a link to `other`.
+        if parts.scheme == "http" and parts.port is not None and parts.netloc == f"{_LOOPBACK}:{parts.port}":
             for home in find_known_homes():
                 if parts.port in _read_ports(home) and _was_own_listener(parts.port):
                     return read_token(home)

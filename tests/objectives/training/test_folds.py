@@ -128,7 +128,7 @@ class Stepping(Wine):
     ("objective", "plan", "said"),
     [
         (Stepping(), PLAN, "--folds is not available for Stepping, because its step()"),
-        (Wine(), RunPlan(EPOCHS, 0, 0, folds=60), "60 folds need at least 60 samples of the rarest class"),
+        (Wine(), RunPlan(EPOCHS, 0, 0, folds=60), "--folds 60 needs at least 60 samples of the rarest class"),
     ],
 )
 def test_what_cannot_be_divided_is_an_error(objective, plan, said) -> None:

@@ -347,6 +347,26 @@ def save(value: object) -> bytes:
     return file.getvalue()
 
 
+def rewrite(path: Path, change: Callable[[Members], None]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    change(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def test_internal_operators_that_do_not_check_their_indices_are_detected(exported: Path) -> None:
+    target = "torch.ops.aten._convert_indices_from_csr_to_coo.default"
+
+    def change(program: Any) -> None:
+        nodes = program["graph_module"]["graph"]["nodes"]
+        nodes.insert(0, {**nodes[0], "target": target, "name": "made"})
+
+    rewrite(exported / "data" / "model.pt2", lambda members: edit_program(change)(members, ""))
+    assert find_code(exported) == f"the operator {target!r} in data/model.pt2"
+
+
 @pytest.mark.parametrize(
     ("attack", "part"),
     [
@@ -363,12 +383,7 @@ def test_a_program_that_executes_code_is_detected(
 ) -> None:
     """Each program creates a file when torch loads and calls it, and `find_code` describes the reason."""
     path, marker = exported / "data" / "model.pt2", tmp_path / "marker"
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    attack(members, str(marker))
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+    rewrite(path, lambda members: attack(members, str(marker)))
     found = find_code(exported)
     assert found.startswith(part), found
     assert found.endswith(" in data/model.pt2")

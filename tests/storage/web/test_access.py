@@ -273,6 +273,8 @@ def test_the_token_is_added_only_for_the_addresses_of_the_stack(stack: StackInfo
         f"http://mlflow:{port}/",
         f"https://127.0.0.1:{port}/",
         "http://127.0.0.1:x/",
+        f"http://evil.example\\@127.0.0.1:{port}/",  # requests takes evil.example as its host
+        f"http://user@127.0.0.1:{port}/",
     ):
         assert add_token(other) == other
 

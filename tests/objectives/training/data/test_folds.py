@@ -101,9 +101,13 @@ def test_another_seed_gives_another_division_with_the_same_test_split() -> None:
 @pytest.mark.parametrize(
     ("make", "count", "said"),
     [
-        (by_class, 40, "40 folds need at least 40 samples of the rarest class, and there are 12; use stratify=False"),
-        (by_group, 40, "40 folds need at least 40 groups, and there are 16"),
-        (by_value, 49, "49 folds need at least 49 samples, and there are 48"),
+        (
+            by_class,
+            40,
+            "--folds 40 needs at least 40 samples of the rarest class, but there are 12; use stratify=False",
+        ),
+        (by_group, 40, "--folds 40 needs at least 40 groups, but there are 16"),
+        (by_value, 49, "--folds 49 needs at least 49 samples, but there are 48"),
         (by_time, 13, "13 folds by time need 26 distinct times, not 24"),
         (lambda _: FIXED, 3, r"use Splits.make\(\), or remove --folds"),
     ],

@@ -56,6 +56,21 @@ def test_doctor_imports_no_objective_unless_it_is_asked_to(
 
 
 @pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("named", ["", ":Wine", ":Path"])
+def test_a_script_of_the_user_is_not_imported_as_an_objective(
+    storage: PostgresStorage, tmp_path: Path, named: str
+) -> None:
+    """A worker's role can name any file of the user in a new study, with the hash of the file."""
+    script = tmp_path / "cleanup.py"
+    script.write_text("from pathlib import Path\n\nPath(__file__).with_name('imported').touch()\n\nclass Wine: ...\n")
+    spec = {**spec_of(name="none").model_dump(), "objective": f"{script}{named}", "metric": "accuracy"}
+    make_study(storage, **{SPEC: spec, SOURCE_SHA256: compute_sha256(script)})
+    with pytest.raises(SearchError, match="is not imported, because its file does not define this class"):
+        load_study(storage, "s").objective()
+    assert not script.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("recorded", [{}, {SOURCE_SHA256: "0" * 64}], ids=["no hash", "another hash"])
 def test_an_objective_with_another_hash_is_imported_only_after_a_confirmation(
     storage: PostgresStorage, code: Path, capsys: pytest.CaptureFixture[str], recorded: dict[str, str]

@@ -57,9 +57,28 @@ def test_delete_and_gc_reject_the_folder_of_another_study(
     make_study(storage, **{FOLDER_NAME: folder, SPEC: spec})
     assert run_command(["delete", "s", "--yes"]) == 2
     error = read_error(capsys)
-    assert (f"has the folder name '{folder}'" if name == "s" else "no study 'other'") in error
+    assert (f"has the folder name '{folder}'" if name == "s" else "study 's' was renamed") in error
     run_command(["gc", "s", "--yes"])
     assert all(file.exists() for file in kept)
+
+
+@pytest.mark.parametrize("command", [["delete"], ["gc"], ["report"], ["show"], ["stop"]])
+def test_a_study_cannot_direct_commands_to_another_study(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    folder = f"victim-{TOKEN}"
+    kept = home / "runs" / folder / "0000" / "file"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    spec = {**spec_of(name="none").model_dump(), "name": "victim"}
+    victim = optuna.create_study(study_name="victim", storage=storage)
+    for key, value in {SPEC: spec, FOLDER_NAME: folder}.items():
+        storage.set_study_user_attr(victim._study_id, key, value)
+    make_study(storage, **{SPEC: spec, FOLDER_NAME: f"s-{TOKEN}"})
+    assert run_command([*command, "s", *(["--yes"] if command[0] in {"delete", "gc"} else [])]) == 2
+    assert "study 's' was renamed: its settings have the name 'victim'" in read_error(capsys)
+    assert kept.exists()
+    load_study(storage, "victim")
 
 
 @pytest.mark.parametrize("folder", [f"s-2-{TOKEN}", "s-2"])
