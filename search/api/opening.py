@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from hpsearch.search.console import PlainConsole, format_command
+from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evidence_update import refresh_evidence
 from hpsearch.search.promotion.registry_watch import sync_promotions
 from hpsearch.search.report import update_report
@@ -24,6 +25,7 @@ from hpsearch.search.study.study import (
 from hpsearch.search.tracking.study_run import log_report
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.home import resolve_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.credentials import CredentialsWithheldError
 from hpsearch.storage.mlflow.health import check_server, describe_error
@@ -151,8 +153,21 @@ def open_study(
         SearchError: the study does not exist, or another program created it.
         StorageError: a service cannot be used.
     """
+    if _is_new_home(where):  # the services would be installed only to find no study
+        raise SearchError(f"no study {name!r}; the database has no studies yet")
     services, storage = open_services(where, progress)
     return load_study(storage, name), services
+
+
+def _is_new_home(where: Addresses) -> bool:
+    """Return whether the embedded services are meant, and their home folder does not exist yet."""
+    found = resolve_addresses(where)
+    if found.get("storage_url") or found.get("tracking_uri"):
+        return False
+    try:
+        return not resolve_home(found.get("home")).exists()
+    except (OSError, ValueError):  # the start of the services describes the error
+        return False
 
 
 def list_studies(where: Addresses) -> list[StudyRow]:

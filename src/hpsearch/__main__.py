@@ -17,6 +17,7 @@ def main() -> None:
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
     from hpsearch.search.process import exit_on_signals, prepare_exit, take_exit_file
 
     take_exit_file(os.environ)

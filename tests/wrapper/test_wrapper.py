@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,28 @@ def until(condition: Callable[[], bool]) -> None:
 def test_the_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
     second = installed.run("exit", "5")
     assert (second.returncode, second.stderr, installed.builds()) == (5, "", 1)
+
+
+@pytest.mark.parametrize(
+    "program", [REPOSITORY / "hpsearch", Path(sys.prefix, "bin", "hpsearch")], ids=["wrapper", "program"]
+)
+def test_ctrl_c_before_the_command_has_loaded_is_one_line(program: Path) -> None:
+    """The wrapper blocks the signal, also for the program that replaces it, until it can be handled."""
+
+    def interrupt() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)  # remains pending
+
+    done = subprocess.run([program, "--version"], preexec_fn=interrupt, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
+
+
+def test_a_full_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [REPOSITORY / "hpsearch", "requirements"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    line = "hpsearch: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_the_wrapper_works_through_a_symlink(installed: Clone, tmp_path: Path) -> None:

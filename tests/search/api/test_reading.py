@@ -174,3 +174,12 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
 def test_errors_about_budgets_name_the_keyword(study: Study) -> None:
     with pytest.raises(SearchError, match=r"^n_trials '5\+' is invalid; give \+N for N more trials"):
         study.extend("5+")
+
+
+def test_a_study_in_a_new_home_is_unknown_and_starts_no_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+    with pytest.raises(SearchError, match="no study 's'; the database has no studies yet"):
+        Study.open("s")
+    assert not (tmp_path / "home").exists()
