@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
@@ -50,4 +53,20 @@ def load_model(model: str, *, allow_code: bool = False, **where: Unpack[Addresse
                 "loads its checkpoint"
             )
         remove_ids(files)
-        return cast("nn.Module", mlflow.pytorch.load_model(str(files)))
+        with _forbid_pickles(is_active=not allow_code):
+            return cast("nn.Module", mlflow.pytorch.load_model(str(files)))
+
+
+@contextmanager
+def _forbid_pickles(*, is_active: bool) -> Iterator[None]:
+    """Return a context in which MLflow loads no pickled model: a second check of the files."""
+    name, before = "MLFLOW_ALLOW_PICKLE_DESERIALIZATION", os.environ.get("MLFLOW_ALLOW_PICKLE_DESERIALIZATION")
+    if is_active:
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if is_active:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before

@@ -182,9 +182,10 @@ def list_studies(where: Addresses) -> list[StudyRow]:
 
 
 def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
-    if (stored := frozen.user_attrs.get(SPEC)) is None:
+    try:
+        spec, engine = parse_stored_spec(frozen.user_attrs[SPEC]), storage.engine
+    except (KeyError, SearchError):  # created by another program, or by another version with other settings
         return StudyRow(frozen.study_name, is_from_hpsearch=False)
-    spec, engine = parse_stored_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
     current = [promotion for promotion in read_promotions(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(

@@ -212,13 +212,19 @@ def gc(
 
     from hpsearch.search.api.study import Study, list_studies
     from hpsearch.search.console import PlainConsole
+    from hpsearch.search.errors import SearchError
     from hpsearch.search.study.cleanup import remove_garbage
 
     found: list[Garbage] = []
     problems: list[str] = []
     names = [row.name for row in list_studies(**where) if row.is_from_hpsearch] if name is None else [name]
     for each in names:
-        garbage, skipped = Study.open(each, **where)._garbage(keep_top)
+        try:
+            garbage, skipped = Study.open(each, **where)._garbage(keep_top)
+        except SearchError as error:
+            if name is not None:
+                raise
+            garbage, skipped = [], [f"{each}: {error}"]
         found, problems = found + garbage, problems + skipped
     console = PlainConsole()
     if found:

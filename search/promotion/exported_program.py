@@ -65,11 +65,16 @@ def find_unsafe_part(path: Path) -> str:
 
 
 def _list_unsafe_parts(path: Path) -> Iterator[str]:
-    with zipfile.ZipFile(path) as archive:  # torch reads a file without a folder as a program of an older format
-        if len({name.partition("/")[0] if "/" in name else "" for name in archive.namelist()} | {""}) != 2:
-            yield "files of another format"
-    reader = PT2ArchiveReader(str(path))  # torch's own reader, because another one may find other files
-    for name in reader.get_file_names():
+    # torch reads a file without a program in one folder as a program of an older format, and then with zipfile.
+    with zipfile.ZipFile(path) as archive:
+        stored = archive.namelist()
+    reader = PT2ArchiveReader(str(path))  # torch's own reader; a crafted file has other members for zipfile
+    names, root = reader.get_file_names(), stored[0].partition("/")[0]
+    if sorted(stored) != sorted(f"{root}/{name}" for name in names):
+        yield "files that not all readers find"
+    if not any(re.fullmatch(r"models/[^/]+\.json", name) for name in names):
+        yield "no program of the current format"
+    for name in names:
         match name.split("/"):
             case ["models", file] if file.endswith(".json"):
                 yield from _list_unsafe_values(json.loads(reader.read_bytes(name)))
@@ -107,10 +112,10 @@ def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
         if is_node and not _is_safe_operator(value["target"]):
             yield f"the operator {value['target'][:80]!r}"
         for name, item in value.items():
-            if not _NAME.fullmatch(name):
+            if not _NAME.fullmatch(name) or _IMPORTS.search(name):
                 yield f"the name {name[:80]!r}"
             if is_node and name == "metadata":  # texts of messages, unless they name a module
-                if _IMPORTS.search(json.dumps(item)):
+                if _IMPORTS.search(text := json.dumps(item)) or "\\\\u" in text:  # or a name with an escape
                     yield "the import of a module"
             elif not (is_node and name == "target"):
                 yield from _list_unsafe_values(item, name)

@@ -104,7 +104,11 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
         trial = trials.get(version.run_id or "") if version is not None else None
         check_lock_held(connection)
         if version is not None and trial is not None:
-            _record(connection, storage, tracking, trial, version, key[1])
+            try:
+                _record(connection, storage, tracking, trial, version, key[1])
+            except SearchError as error:  # a study that was renamed must not stop the records of others
+                log.warning("promotion %s@%s not recorded: %s", *key, error)
+                continue
             changed.add(trial.study_name)
         # The alias has no trial of these studies any more. Promotions on another MLflow server stay as they are.
         elif old is not None and registry.has_run(str(old.evidence.get("run_id"))):

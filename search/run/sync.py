@@ -51,10 +51,10 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
     for summary in storage.get_all_studies():
         try:
             study = load_study(storage, summary.study_name)
-        except SearchError:  # not created by hpsearch
+            if get_outbox_folder(home, study).is_dir():
+                found.append(study)
+        except SearchError:  # not created by hpsearch, renamed, or with a folder name of another study
             continue
-        if get_outbox_folder(home, study).is_dir():
-            found.append(study)
     return found
 
 

@@ -74,7 +74,7 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         at = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SearchError(f"--spec {path}: {error.problem or error.context}{at}; correct the file") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: TOML, or a number or date that Python cannot hold
         detail = " ".join(str(error).split())
         raise SearchError(f"--spec {path}: {detail}") from None
     if values is None:

@@ -15,6 +15,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
 from hpsearch.storage.files import compute_sha256, find_changeable_part, write_private
 from hpsearch.storage.home import prepare_home, read_own_text, resolve_home
+from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
 _RELATIVE = "its path is not absolute"
 _RESTORED = "the study was restored from a backup"
@@ -137,6 +138,8 @@ def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
             continue
         if (part := find_changeable_part(path)) is not None:
             return f"another user can change {str(part)!r}"
+        if ARTIFACT_PATH.search(str(path)):  # clients of an MLflow server of this user can upload it
+            return "the file is an artifact of MLflow"
         if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"
     return None

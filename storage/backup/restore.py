@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,6 +46,7 @@ from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.home import prepare_home
+from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
 
 def check_schema_revisions(manifest: Manifest) -> None:
@@ -233,10 +233,6 @@ def _is_partial_restore(cursor: Any) -> bool:
     return bool(cursor.fetchone()[0])
 
 
-# MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
-_ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
-
-
 def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
@@ -251,7 +247,7 @@ def _restore_all(
         progress(f"skipping {len(files) - len(moves)} files that do not have names of checkpoints")
     if (artifacts := locations.artifacts_folder) is not None:
         files = list(unpacked.iterate_files(archive.ARTIFACTS))
-        expected = [(source, artifacts / path) for path, source in files if _ARTIFACT_PATH.search(str(path))]
+        expected = [(source, artifacts / path) for path, source in files if ARTIFACT_PATH.search(str(path))]
         if len(expected) < len(files):
             progress(f"skipping {len(files) - len(expected)} files that are not artifacts of a run, model or trace")
         moves += expected

@@ -23,6 +23,8 @@ _STORE_HOSTS = {
 _STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
+# MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
+ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
 
 _unconfigured: set[str] = set()
 

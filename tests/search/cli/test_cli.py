@@ -195,13 +195,14 @@ def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: 
     [
         ("s.yaml", "objective: digits\nepochs: 2\nepochs: 3\n", ["duplicate key 'epochs'", "line 3"]),
         ("s.yaml", "n_trials: &n 4\nepochs: *n\n", ["the alias '*n' is not supported", "line 2"]),
+        ("s.yaml", "a: 2001-99-99\n", ["s.yaml: month must be in 1..12"]),
         ("s.yaml", f"a: {'[' * 5000}", ["nested too deeply"]),
         ("s.toml", f"a = {'[' * 5000}", ["nested too deeply"]),
         ("s.toml", "\ufeffobjective = 'digits'\nepochs = 0\n", ["s.toml: epochs must be at least 1, not 0"]),
         ("s.toml", "objective = 'digits'\nepoch = 1\n", ["s.toml: unknown setting 'epoch'", "epochs"]),
         ("s.yaml", "a: 1\n" * 300_000, ["s.yaml has 1500000 bytes", "at most 1000000 bytes"]),
     ],
-    ids=["duplicate", "alias", "nested yaml", "nested toml", "byte order mark", "unknown", "huge"],
+    ids=["duplicate", "alias", "date", "nested yaml", "nested toml", "byte order mark", "unknown", "huge"],
 )
 def test_a_fault_in_a_spec_file_names_the_file(refuse, tmp_path: Path, name: str, text: str, words: list[str]) -> None:
     (tmp_path / name).write_text(text)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import zipfile
@@ -20,6 +21,7 @@ import torch
 import yaml
 from optuna.trial import create_trial
 from torch import nn
+from torch.export.pt2_archive import PT2ArchiveReader
 
 from hpsearch import load_model, load_objective
 from hpsearch.search.errors import SearchError
@@ -354,6 +356,68 @@ def rewrite(path: Path, change: Callable[[Members], None]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda members: members.update({"version": b"8.14"}), "an unreadable program (RuntimeError)"),
+        (lambda members: members.pop(next(n for n in members if n.endswith("models/model.json"))), "no program of the"),
+    ],
+    ids=["file outside of the folder", "no program"],
+)
+def test_files_that_torch_reads_as_an_older_format_are_detected(
+    exported: Path, change: Callable[[Members], object], part: str
+) -> None:
+    """Older formats contain pickles."""
+    rewrite(exported / "data" / "model.pt2", change)
+    assert find_code(exported).startswith(part)
+
+
+def test_a_file_with_other_members_for_zipfile_is_detected(exported: Path) -> None:
+    """torch's own reader takes the zip64 record at the stored offset, and zipfile the one at the end."""
+    path = exported / "data" / "model.pt2"
+    shown, count, directory, start = split_zip(path.read_bytes())
+    other = io.BytesIO()
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("version", b"8.14")
+        archive.writestr("serialized_state_dict.pt", b"a pickle")
+    hidden, hidden_count, hidden_directory, hidden_start = split_zip(other.getvalue())
+    first = zip64_record(count, len(directory), start)
+    base = len(shown) + len(directory) + len(first)
+    moved, position = bytearray(hidden_directory), 0
+    while position < len(moved):  # the offsets of the members in the file
+        lengths = struct.unpack("<HHH", moved[position + 28 : position + 34])
+        offset = struct.unpack("<I", moved[position + 42 : position + 46])[0]
+        moved[position + 42 : position + 46] = struct.pack("<I", offset + base)
+        position += 46 + sum(lengths)
+    last = zip64_record(hidden_count, len(moved), base + hidden_start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, start + len(directory), 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    path.write_bytes(shown + directory + first + hidden + moved + last + locator + end)
+    assert zipfile.ZipFile(path).namelist() == ["version", "serialized_state_dict.pt"]
+    assert any(name.startswith("models/") for name in PT2ArchiveReader(str(path)).get_file_names())
+    assert find_code(exported).startswith("files that not all readers find")
+
+
+def split_zip(content: bytes) -> tuple[bytes, int, bytes, int]:
+    """Return the members, their number, the central directory, and its offset."""
+    end = content.rfind(b"PK\5\6")
+    count, size, start = struct.unpack("<HII", content[end + 10 : end + 20])
+    return content[:start], count, content[start : start + size], start
+
+
+def zip64_record(count: int, size: int, start: int) -> bytes:
+    return struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+
+
+@pytest.mark.parametrize("name", ["__enum__", "\\u005f_enum__", "default_factory_modul\\u0065"])
+def test_structures_that_import_a_module_are_detected(exported: Path, name: str) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = f'[1, {{"{name}": true}}]'
+
+    rewrite(exported / "data" / "model.pt2", lambda members: edit_program(change)(members, ""))
+    assert "in_spec" in find_code(exported) or "the name" in find_code(exported)
 
 
 def test_internal_operators_that_do_not_check_their_indices_are_detected(exported: Path) -> None:

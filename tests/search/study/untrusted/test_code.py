@@ -56,6 +56,17 @@ def test_doctor_imports_no_objective_unless_it_is_asked_to(
 
 
 @pytest.mark.usefixtures("home")
+def test_an_uploaded_artifact_is_not_imported(storage: PostgresStorage, code: Path, tmp_path: Path) -> None:
+    uploaded = tmp_path / "mlruns" / "1" / ("0" * 32) / "artifacts" / "wine.py"
+    uploaded.parent.mkdir(parents=True)
+    code.rename(uploaded)
+    make_study_of(storage, uploaded, **{SOURCE_SHA256: compute_sha256(uploaded)})
+    with pytest.raises(SearchError, match="because the file is an artifact of MLflow"):
+        load_study(storage, "s").objective()
+    assert not uploaded.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("named", ["", ":Wine", ":Path"])
 def test_a_script_of_the_user_is_not_imported_as_an_objective(
     storage: PostgresStorage, tmp_path: Path, named: str
