@@ -17,9 +17,10 @@ from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.serving_module import make_exportable
 from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
 
+WORKERS = {"num_workers": 2}
 VARIANTS = (
     {},
-    {"num_workers": 2},
+    WORKERS,
     {"gradient_accumulation_steps": 2, "ema_decay": 0.9},
     {"optimizer": "sam"},
     {"swa_fraction": 0.5},
@@ -131,8 +132,15 @@ class _Encoder(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("problem", [Text, Graphs, Vae])
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        pytest.param(problem, variant, marks=[pytest.mark.soak] if variant == WORKERS and problem is not Text else [])
+        for problem in (Text, Graphs, Vae)
+        for variant in VARIANTS
+    ],
+    ids=str,
+)
 def test_all_features_of_the_loop_work_for_any_data_structure(problem, variant):
     objective = problem()
     config = dataclasses.replace(objective.default_config(), **variant)

@@ -168,7 +168,9 @@ def test_a_worker_can_harm_only_its_own_login(
     assert run_command(["studies", "--storage-url", ann]) == 0, "the settings of a group do not affect its members"
 
 
-@pytest.mark.parametrize("setting", ["default_transaction_read_only = on", "statement_timeout = 1"])
+@pytest.mark.parametrize(
+    "setting", ["statement_timeout = 1", pytest.param("default_transaction_read_only = on", marks=pytest.mark.soak)]
+)
 def test_every_error_of_the_database_ends_a_command_with_one_line(
     server: EmbeddedPostgres, capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str
 ) -> None:

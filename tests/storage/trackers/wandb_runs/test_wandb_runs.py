@@ -115,7 +115,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     ("outcome", "code"),
     [
         (Outcome.PRUNED, 0),
-        (Outcome.FAILED, 1),
+        pytest.param(Outcome.FAILED, 1, marks=pytest.mark.soak),
         pytest.param(Outcome.LOST, 1, marks=pytest.mark.soak),
         pytest.param(Outcome.CANCELLED, 1, marks=pytest.mark.soak),
     ],
