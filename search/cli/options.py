@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
@@ -67,7 +68,9 @@ def complete_study(ctx: typer.Context, incomplete: str) -> list[str]:
                 url.render_as_string(hide_password=False), application_name="hpsearch completion"
             ) as cursor:
                 cursor.execute("SELECT study_name FROM studies ORDER BY study_name")
-                return [name for (name,) in cursor.fetchall() if name.startswith(incomplete) and name.isprintable()]
+                # A worker's role can write any name, and shells evaluate parts of the names that they complete.
+                names = (name for (name,) in cursor.fetchall() if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name))
+                return [name for name in names if name.startswith(incomplete)]
     return []
 
 

@@ -395,7 +395,7 @@ def test_tab_completes_the_names_of_studies(
     database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage = open_storage(database_url, application_name="test")
-    for name in ("wine", "wine-2", "digits", "wi\x1bne"):
+    for name in ("wine", "wine-2", "digits", "wi\x1bne", "w\\$(id)", "w;id", "w`id`", "wine\n"):
         storage.create_new_study([StudyDirection.MAXIMIZE], name)
     monkeypatch.setenv("_HPSEARCH_COMPLETE", "complete_bash")
     for given, expected in ((database_url, ["wine", "wine-2"]), ("postgresql://u@127.0.0.1:1/none", [])):
