@@ -69,7 +69,7 @@ def complete_study(ctx: typer.Context, incomplete: str) -> list[str]:
             ) as cursor:
                 cursor.execute("SELECT study_name FROM studies ORDER BY study_name")
                 # A worker's role can write any name, and shells evaluate parts of the names that they complete.
-                names = (name for (name,) in cursor.fetchall() if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name))
+                names = (name for (name,) in cursor.fetchall() if re.fullmatch(specs.NAME_PATTERN, name))
                 return [name for name in names if name.startswith(incomplete)]
     return []
 

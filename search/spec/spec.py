@@ -381,12 +381,14 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         raise SearchError(_format_first_error(error)) from None
 
 
-def parse_stored_spec(values: Mapping[str, Any]) -> StudySpec:
+def parse_stored_spec(values: Any) -> StudySpec:
     """Return the spec from values in the database, which an earlier version may have written.
 
     Raises:
         SearchError: a setting is invalid.
     """
+    if not isinstance(values, Mapping):
+        raise SearchError(f"the stored settings are not an object, but {type(values).__name__}; delete the study")
     return parse_spec(translate_spec(values))
 
 

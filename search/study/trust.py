@@ -138,7 +138,9 @@ def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
             continue
         if (part := find_changeable_part(path)) is not None:
             return f"another user can change {str(part)!r}"
-        if ARTIFACT_PATH.search(str(path)):  # clients of an MLflow server of this user can upload it
+        if any(
+            ARTIFACT_PATH.search(str(each)) for each in (path, path.resolve())
+        ):  # clients of an MLflow server of this user can upload it
             return "the file is an artifact of MLflow"
         if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"

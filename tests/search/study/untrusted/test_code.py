@@ -60,7 +60,9 @@ def test_an_uploaded_artifact_is_not_imported(storage: PostgresStorage, code: Pa
     uploaded = tmp_path / "mlruns" / "1" / ("0" * 32) / "artifacts" / "wine.py"
     uploaded.parent.mkdir(parents=True)
     code.rename(uploaded)
-    make_study_of(storage, uploaded, **{SOURCE_SHA256: compute_sha256(uploaded)})
+    (uploaded.parents[1] / "tags").mkdir()
+    named = uploaded.parents[1] / "tags" / ".." / "artifacts" / "wine.py"
+    make_study_of(storage, named, **{SOURCE_SHA256: compute_sha256(uploaded)})
     with pytest.raises(SearchError, match="because the file is an artifact of MLflow"):
         load_study(storage, "s").objective()
     assert not uploaded.with_name("imported").exists()
