@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -29,11 +30,29 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
-def remove_empty_file(path: Path) -> None:
-    """Remove the empty file that a failed write left."""
-    with contextlib.suppress(OSError):
-        if path.is_file() and path.stat().st_size == 0:
-            path.unlink()
+@contextlib.contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that replaces `path` at the end; after an error, `path` is unchanged.
+
+    The target of a link is replaced, and the permissions are kept. A device or a pipe is yielded itself.
+
+    Raises:
+        OSError: an existing file is not writable, or the new file cannot be created.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        if target.exists():
+            target.open("ab").close()
+        yield temporary
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def link_or_copy_durably(source: Path, target: Path) -> None:

@@ -17,7 +17,6 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.study import StoredStudy, find_tracking_uri, get_report_path, open_study_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import close_study, log_report
-from hpsearch.storage.files import remove_empty_file
 from hpsearch.storage.mlflow.client import RunDeletedError
 from hpsearch.storage.mlflow.health import describe_error
 
@@ -66,7 +65,6 @@ def write_study_report(services: Services, study: StoredStudy, output: Path | No
     try:
         return write_report(study, path, dashboard_url=services.dashboard_url)
     except OSError as error:
-        remove_empty_file(path)
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
 
 

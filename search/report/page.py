@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +51,7 @@ from hpsearch.search.study.study import StoredStudy, get_report_path
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
+from hpsearch.storage.files import replacement
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 from hpsearch.storage.rungs.rungs import read_rung_counts
@@ -91,7 +91,11 @@ _MAX_FAILURES = 20  # maximum in the section of failures; the table of trials ha
 
 
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
-    """Write the report of `study` to `path` and return the path."""
+    """Write the report of `study` to `path` and return the path.
+
+    Raises:
+        OSError: the file cannot be written; an existing file is unchanged.
+    """
     summary, finalists = summarise(study), read_finalists(study)
     opening = read_test_evaluation(study.engine, study.study_id)
     shown = select_shown_trials(study)
@@ -156,19 +160,15 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with replacement(path) as file:  # several workers may end at the same time
+        file.write_text(page, encoding="utf-8")
     return path
 
 
 def update_report(services: Services, study: StoredStudy) -> Path:
     """Write the report of a study again at its default path, and return the path."""
     study.refresh()
-    path = get_report_path(services, study)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # several workers may end at the same time
-    try:
-        return write_report(study, temporary, dashboard_url=services.dashboard_url).replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return write_report(study, get_report_path(services, study), dashboard_url=services.dashboard_url)
 
 
 def _escape(value: object) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from hpsearch.search.errors import SearchError
-from hpsearch.storage.files import remove_empty_file
+from hpsearch.storage.files import replacement
 
 
 def format_csv(table: pd.DataFrame) -> str:
@@ -23,20 +23,21 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     JSON is a list of objects, with null for missing values. In Parquet, a column with values of several types has text.
 
     Raises:
-        SearchError: the suffix is not .csv, .json or .parquet, or the file cannot be written.
+        SearchError: the suffix is not .csv, .json or .parquet, or the file cannot be written. An existing file is
+            unchanged then.
     """
     table = _with_seconds(table)
-    writers: dict[str, Callable[[], Any]] = {
-        ".csv": lambda: table.to_csv(path, index=False),
-        ".json": lambda: table.to_json(path, orient="records", indent=1, double_precision=15),
-        ".parquet": lambda: _with_one_type_per_column(table).to_parquet(path, index=False),
+    writers: dict[str, Callable[[Path], Any]] = {
+        ".csv": lambda file: table.to_csv(file, index=False),
+        ".json": lambda file: table.to_json(file, orient="records", indent=1, double_precision=15),
+        ".parquet": lambda file: _with_one_type_per_column(table).to_parquet(file, index=False),
     }
     if path.suffix not in writers:
         raise SearchError(f"--output {path}: unknown format; use a file name that ends in .csv, .json or .parquet")
     try:
-        writers[path.suffix]()
+        with replacement(path) as file:
+            writers[path.suffix](file)
     except OSError as error:
-        remove_empty_file(path)
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
 
 

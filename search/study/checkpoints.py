@@ -13,8 +13,14 @@ from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL
-from hpsearch.storage.checkpoints.pointers import drop_pointers, read_ended_trials
-from hpsearch.storage.checkpoints.store import CheckpointStore, get_checkpoint_path, is_below
+from hpsearch.storage.checkpoints.pointers import drop_pointers, read_ended_trials, read_pointers
+from hpsearch.storage.checkpoints.store import (
+    CheckpointStore,
+    StoredFile,
+    get_checkpoint_path,
+    is_below,
+    is_checkpoint_path,
+)
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError
 from hpsearch.storage.files import compute_folder_bytes
@@ -164,6 +170,14 @@ class StudyCheckpoints:
             },
             {path: size for path in local if _parse_number(str(path)) in ended and (size := _size(path)) is not None},
         )
+
+    def read_trial_files(self, trial_id: int, number: int) -> dict[int, StoredFile]:
+        """Return the valid checkpoints of a trial as :func:`read_pointers` does.
+
+        Every worker's database role can write pointers: those to files outside the trial's folder are left out.
+        """
+        pointers, own = retrying()(read_pointers, self.engine, trial_id), f"{self.folder}/{number:04d}/"
+        return {e: f for e, f in pointers.items() if f.path.startswith(own) and is_checkpoint_path(f.path)}
 
     def delete_trial(self, number: int) -> None:
         """Delete the stored checkpoints of a COMPLETE or PRUNED trial whose data is completely in MLflow.

@@ -27,7 +27,6 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.storage.attributes import ATTEMPT, REASON
-from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.errors import StoredCheckpointError
 from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.run_links import RunLinks
@@ -123,12 +122,11 @@ def _rebuild_result(
         StorageError: the checkpoint store does not answer.
         ObjectiveError: the current code is incompatible with the checkpoint.
     """
-    pointers = read_pointers(study.engine, trial._trial_id)
-    if not pointers:
+    if not (files := checkpoints.read_trial_files(trial._trial_id, trial.number)):
         again = format_command("sync", study.spec.name)
         raise SearchError(f"the trial has no checkpoint; run {again} on the machine that trained it, to send its model")
     last = folder / "last.pt"
-    checkpoints.files.get(next(iter(pointers.values())), last)
+    checkpoints.files.get(next(iter(files.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):

@@ -16,15 +16,12 @@ import tenacity
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.checkpoints.store import (
     StoredFile,
     get_checkpoint_path,
     get_part_path,
-    is_checkpoint_path,
     is_identical,
 )
-from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
 from hpsearch.storage.trials.claim_results import Claim
 
@@ -197,10 +194,7 @@ class TrialCheckpoints:
         self._remove_unreferenced()
 
     def _read_known(self) -> dict[int, StoredFile]:
-        """Return the trial's files with a pointer in the database; pointers to other files are not trusted."""
-        pointers = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
-        own = f"{self._folder}/"
-        return {e: f for e, f in pointers.items() if f.path.startswith(own) and is_checkpoint_path(f.path)}
+        return self._study.read_trial_files(self._claim.trial_id, self._claim.number)
 
     @kill_point("remove checkpoints")
     def delete(self, *, keep_stored: bool = False) -> None:

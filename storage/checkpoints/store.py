@@ -251,9 +251,9 @@ def is_checkpoint_path(path: str) -> bool:
 
 def is_below(url: str, root: str) -> bool:
     """Return whether a checkpoint URL is `root` or below it; links in local folders are resolved."""
-    local = [Path(value.removeprefix("file://")) for value in (url, root) if _is_local_url(value)]
+    local = [Path(value.removeprefix("file://")).expanduser() for value in (url, root) if _is_local_url(value)]
     if len(local) == 2:
-        return local[0].resolve().is_relative_to(local[1].expanduser().resolve())
+        return local[0].resolve().is_relative_to(local[1].resolve())
     return not local and ".." not in url and f"{url.rstrip('/')}/".startswith(f"{root.rstrip('/')}/")
 
 

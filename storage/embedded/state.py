@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
-from hpsearch.storage.home import STATE_FILE
+from hpsearch.storage.home import STATE_FILE, read_own_text
 
 
 @dataclass
@@ -75,12 +75,15 @@ def load_state(home: Path) -> StackState | None:
 
     A damaged file does no harm: the next start sets new passwords, and finds running services by the marker in the
     environment of their processes.
+
+    Raises:
+        OSError: the file cannot be read, or belongs to another user.
     """
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(StackState).validate_json((home / STATE_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return TypeAdapter(StackState).validate_json(read_own_text(home / STATE_FILE))
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, ValidationError):
         return None
 
 

@@ -105,7 +105,7 @@ _DEFAULT_EXPERIMENT_ID = "0"  # every server has this experiment
 
 
 def write_probe(tracking: Tracking) -> str:
-    """Write a small artifact to a new folder next to the artifacts of runs, and return the location of the folder.
+    """Write a small artifact to a new folder, as that of a run, and return the location of the folder.
 
     The experiment is not created. If it does not exist, the artifact is written next to those of MLflow's default
     experiment, which uses the same kind of location.
@@ -118,12 +118,12 @@ def write_probe(tracking: Tracking) -> str:
 
     has_experiment = tracking.client.get_experiment_by_name(EXPERIMENT_NAME) is not None
     experiment = tracking.client.get_experiment(tracking.experiment_id if has_experiment else _DEFAULT_EXPERIMENT_ID)
-    location = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
+    location = f"{str(experiment.artifact_location).rstrip('/')}/{uuid.uuid4().hex}"
     check_location(location, tracking.uri)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probe.txt"
+        file = Path(folder) / "hpsearch-probe.txt"
         file.write_text("hpsearch")
-        get_artifact_repository(location, tracking_uri=tracking.uri).log_artifact(str(file))
+        get_artifact_repository(f"{location}/artifacts", tracking_uri=tracking.uri).log_artifact(str(file))
     return location
 
 

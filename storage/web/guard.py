@@ -77,15 +77,15 @@ class Guard:
     def check(self, request: Request) -> Reply | None:
         """Return the reply to a request that is not accepted; None if the application may answer."""
         if self._is_foreign(request):
-            return _reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
+            return make_reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
         if request.path == _HEALTH_PATH:  # needs no token
-            return _reply(HTTPStatus.OK, b"OK\n") if self.answers_health else None
+            return make_reply(HTTPStatus.OK, b"OK\n") if self.answers_health else None
         if self.token is None:
             return None
         authorization = request.headers.get("authorization", "")
         if authorization.lower().startswith(_BEARER):
             is_valid = _equals(authorization[len(_BEARER) :].strip(), self.token)
-            return None if is_valid else _reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_TEXT)
+            return None if is_valid else make_reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_TEXT)
         has_cookie = _equals(self._read_cookie(request), derive(self.token, "cookie"))
         pairs = parse_qsl(request.query, keep_blank_values=True)
         given = [value for name, value in pairs if name == TOKEN_PARAMETER]
@@ -93,8 +93,8 @@ class Guard:
             return self._redirect(request, [pair for pair in pairs if pair[0] != TOKEN_PARAMETER])
         if not has_cookie:
             is_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
-            return _reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_PAGE if is_page else _SIGN_IN_TEXT)
-        return None if _is_own_page_or_link(request) else _reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
+            return make_reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_PAGE if is_page else _SIGN_IN_TEXT)
+        return None if _is_own_page_or_link(request) else make_reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
 
     def _is_foreign(self, request: Request) -> bool:
         origin = request.headers.get("origin")
@@ -119,7 +119,7 @@ class Guard:
         secure = "; Secure" if request.scheme == "https" else ""
         cookie = f"{self._cookie_name()}={derive(self.token or '', 'cookie')}; Path=/; Max-Age={_COOKIE_SECONDS}"
         headers = [("Location", target), ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict{secure}")]
-        return _reply(HTTPStatus.SEE_OTHER, headers=headers)
+        return make_reply(HTTPStatus.SEE_OTHER, headers=headers)
 
 
 def _is_own_page_or_link(request: Request) -> bool:
@@ -133,7 +133,8 @@ def _equals(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def _reply(status: HTTPStatus, body: bytes = b"", headers: Sequence[tuple[str, str]] = ()) -> Reply:
+def make_reply(status: HTTPStatus, body: bytes = b"", headers: Sequence[tuple[str, str]] = ()) -> Reply:
+    """Return a reply with a page or a text, and the headers that protect it."""
     kind = "text/html" if body.startswith(b"<!doctype") else "text/plain"
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; form-action 'self'"
     added = [

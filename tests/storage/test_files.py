@@ -21,6 +21,7 @@ from hpsearch.storage.files import (
     lock_file,
     read_last_lines,
     read_tail,
+    replacement,
 )
 
 
@@ -142,3 +143,26 @@ def test_a_name_with_a_line_feed_cannot_imitate_two_files(tmp_path: Path) -> Non
         ["sha256sum", *(path.name for path in one.iterdir())], cwd=one, capture_output=True, check=True
     ).stdout
     assert compute_folder_sha256(one) == hashlib.sha256(sums).hexdigest()
+
+
+def test_a_replacement_keeps_links_and_permissions(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("before")
+    (tmp_path / "file").chmod(0o640)
+    (tmp_path / "link").symlink_to("file")
+    with replacement(tmp_path / "link") as file:
+        file.write_text("after")
+        assert (tmp_path / "file").read_text() == "before"
+    assert (tmp_path / "file").read_text() == "after"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "link").readlink() == Path("file")
+
+
+def test_a_failed_replacement_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), replacement(tmp_path / "file") as file:
+        file.write_text(str(1 / 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_is_not_replaced() -> None:
+    with replacement(Path(os.devnull)) as file:
+        assert file == Path(os.devnull)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpsearch.storage.embedded.stack import find_running
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import FOLDERS, prepare_home
 from hpsearch.storage.web.token import load_or_create_token
@@ -126,6 +127,7 @@ def _prepare_traps(folder: str) -> None:
     Path(folder, "shared-token", "web-token").write_text("known\n")
     Path(folder, "shared-token", "trusted-objectives.json").write_text('{"file": "digest"}')
     Path(folder, "shared-token-link", "web-token").symlink_to(Path(folder, "roots-file"))
+    Path(folder, "taken", "stack.json").write_text("{}")
 
 
 @needs_root
@@ -140,6 +142,8 @@ def test_a_home_that_another_user_prepared_is_rejected(open_folder: Path) -> Non
         with pytest.raises(StorageError, match=rf"belongs to uid {UID}.*set (HPSEARCH_HOME|--home) to") as raised:
             prepare_home(str(open_folder / name))
         assert "\n" not in str(raised.value)
+    with pytest.raises(StorageError, match=rf"cannot be read \(it belongs to uid {UID}\)"):
+        find_running(open_folder / "taken")  # for tab completion
     for name in ("shared-token", "shared-token-link"):
         home = prepare_home(str(open_folder / name))
         with pytest.raises(StorageError, match=rf"cannot be read \(it belongs to uid {UID}\): delete it"):

@@ -55,10 +55,13 @@ def test_a_full_disk_ends_a_command_with_one_line(
     assert not (tmp_path / "new.py").exists()
 
 
-def test_a_file_without_content_is_not_left_on_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trials.csv", "trials.json", "trials.parquet"])
+def test_a_full_disk_leaves_the_table_of_before(tmp_path: Path, name: str) -> None:
+    write_table(pd.DataFrame({"a": [1]}), tmp_path / name)
+    before = (tmp_path / name).read_bytes()
     with full_disk(), pytest.raises(SearchError, match=r"File too large; choose another file$"):
-        write_table(pd.DataFrame({"a": [1]}), tmp_path / "trials.csv")
-    assert list(tmp_path.iterdir()) == []
+        write_table(pd.DataFrame({"a": [2]}), tmp_path / name)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, before)]
 
 
 def test_a_deleted_working_folder_is_an_error(

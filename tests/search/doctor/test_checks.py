@@ -122,7 +122,7 @@ def test_the_artifact_check_uses_the_server_and_leaves_no_files(stack: StackInfo
     tracking = Tracking(stack.tracking_uri)
     place = write_probe(tracking)
     folder = stack.home / "artifacts" / place.partition(":/")[2].lstrip("/")
-    assert [file.name for file in folder.iterdir()] == ["probe.txt"]
+    assert [file.name for file in folder.rglob("*.*")] == ["hpsearch-probe.txt"]
     remove_probe(tracking, place)
     assert not folder.exists()
 

@@ -286,3 +286,9 @@ def test_a_list_that_is_too_short_is_an_error_in_a_sentence() -> None:
     of = {"study": "s", "study_id": 1, "top": 1, "trials": [], "seeds": [1]}
     with pytest.raises(SearchError, match=r"^finalists_of.trials must have at least 1 item, not \[\]$"):
         parse_spec({**BASE, "finalists_of": of})
+
+
+@pytest.mark.parametrize("stored", [None, "text", [1]])
+def test_stored_settings_that_are_no_object_are_an_error(stored: object) -> None:
+    with pytest.raises(SearchError, match="the stored settings are not an object"):
+        parse_stored_spec(stored)

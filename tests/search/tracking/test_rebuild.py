@@ -25,13 +25,14 @@ PENDING = "pending: records not yet sent from host"
 @pytest.fixture
 def study(tracked: Tracked, database_url: str) -> StoredStudy:
     """Create a study with two trials that another process is sending to MLflow and whose checkpoints are lost."""
-    trials = [tracked.stored.trials()[number]._trial_id for number in (0, 2)]
-    RunLinks(tracked.stored.engine).set_attr_of_trials(trials, TRACKING, PENDING)
+    trials = {number: tracked.stored.trials()[number]._trial_id for number in (0, 2)}
+    RunLinks(tracked.stored.engine).set_attr_of_trials(trials.values(), TRACKING, PENDING)
     # From another process, because finished trials are read once.
     study = load_study(open_storage(database_url, application_name="test"), tracked.stored.spec.name)
     with study.engine.begin() as connection:
-        statement = "INSERT INTO hpsearch_checkpoints VALUES (:trial, 0, 1, 'gone/0000-1.pt', repeat('0', 64), 1)"
-        connection.execute(sa.text(statement), [{"trial": trial} for trial in trials])
+        statement = "INSERT INTO hpsearch_checkpoints VALUES (:trial, 0, 1, :path, repeat('0', 64), 1)"
+        paths = {trial: f"{study.folder}/{number:04d}/0000-1.pt" for number, trial in trials.items()}
+        connection.execute(sa.text(statement), [{"trial": trial, "path": path} for trial, path in paths.items()])
     return study
 
 
@@ -49,8 +50,21 @@ def deliver(tracked: Tracked, home: Path, number: int) -> None:
 def test_a_lost_checkpoint_is_reported_for_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
     problems = send(tracked, study, tmp_path, lambda _: None)
     assert [problem.partition(" does not exist at")[0] for problem in problems] == [
-        "trial 0: gone/0000-1.pt",
-        "trial 2: gone/0000-1.pt",
+        f"trial 0: {study.folder}/0000/0000-1.pt",
+        f"trial 2: {study.folder}/0002/0000-1.pt",
+    ]
+
+
+def test_a_pointer_to_a_file_of_another_trial_is_not_followed(
+    tracked: Tracked, study: StoredStudy, tmp_path: Path
+) -> None:
+    """Every worker's database role can write it."""
+    with study.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE hpsearch_checkpoints SET path = 'other/0000/0000-1.pt'"))
+    problems = send(tracked, study, tmp_path, lambda _: None)
+    assert [problem.partition(";")[0] for problem in problems] == [
+        "trial 0: the trial has no checkpoint",
+        "trial 2: the trial has no checkpoint",
     ]
 
 

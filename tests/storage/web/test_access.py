@@ -102,6 +102,18 @@ def test_paths_in_other_spellings_are_rejected_too(stack: StackInfo) -> None:
             assert _request(stack, service, "GET", path)[0] in {401, 400}, path
 
 
+@pytest.mark.parametrize("path", ["evil.py", "0/evil.py", f"{'0' * 32}/evil.py", f"models/{'0' * 32}/artifacts/"])
+@pytest.mark.parametrize(("method", "call"), [("PUT", "artifacts"), ("POST", "mpu/create")])
+def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
+    stack: StackInfo, token: str, method: str, call: str, path: str
+) -> None:
+    """Otherwise a command of the owner could import an uploaded file as an objective."""
+    url, header = f"/api/2.0/mlflow-artifacts/{call}/{path}", {"Authorization": f"Bearer {token}"}
+    status, _ = _request(stack, "mlflow", method, url, "print()", **header)
+    assert status == 403
+    assert not list((stack.home / "artifacts").rglob("evil.py"))
+
+
 def test_mlflow_reports_its_health_to_everyone(stack: StackInfo) -> None:
     assert _request(stack, "mlflow", "GET", "/health")[0] == 200
 
