@@ -106,7 +106,10 @@ def run_command(arguments: list[str]) -> int:
     except UnicodeEncodeError as error:  # files may have such names, but names of studies may not
         if error.reason != "surrogates not allowed":
             raise
-        echo(f"hpsearch: {error.object[:80]!a} is not valid UTF-8; use another name", err=True)
+        echo(
+            f"hpsearch: {error.object[:80]!a} is not valid {sys.getfilesystemencoding().upper()}; use another name",
+            err=True,
+        )
         return EXIT_USER_ERROR
 
 

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +24,8 @@ from hpsearch.search.process import (
 # No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
 # when it is imported.
 _ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+
+SOCKET_FOLDER = "HPSEARCH_SOCKET_FOLDER"  # folder that the fork server removes, because a killed fleet cannot do it
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -42,10 +44,11 @@ def start_fork_server(workers: int) -> None:
     if not workers or not can_fork():
         return
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
-    # PYTHONSAFEPATH: a module in the working folder must not hide an installed package of the same name.
-    environment = {**thread_environment(workers), "PYTHONSAFEPATH": "1"}
-    with contextlib.suppress(OSError), _environment(environment), _silence_output():
-        forkserver.ensure_running()
+    with contextlib.suppress(OSError):
+        # PYTHONSAFEPATH: a module in the working folder must not hide an installed package of the same name.
+        environment = {**thread_environment(workers), "PYTHONSAFEPATH": "1", SOCKET_FOLDER: util.get_temp_dir()}
+        with _environment(environment), _silence_output():
+            forkserver.ensure_running()
 
 
 @contextlib.contextmanager

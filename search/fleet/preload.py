@@ -6,11 +6,15 @@ from the terminal. The fleet, not the terminal, sends the signals of Ctrl-C and 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import os
+import shutil
+import sys
 
+from hpsearch.search.fleet.fork_server import SOCKET_FOLDER
 from hpsearch.search.process import exit_on_signals
 
 PRELOADED_MODULES = (
@@ -32,10 +36,12 @@ _fleet = os.getppid()
 exit_on_signals(only_forked=True)
 with contextlib.suppress(OSError):
     os.setsid()
+if folder := os.environ.get(SOCKET_FOLDER):
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes exit without it
 gc.disable()
 for _name in PRELOADED_MODULES:
     if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting
-        os._exit(0)
+        sys.exit()
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 gc.enable()

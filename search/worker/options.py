@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Self, TypedDict, cast
 
@@ -129,7 +130,9 @@ class WorkerOptions(Options):
             return validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise SearchError(format_validation_error(format_flag(str(first["loc"][0])), first)) from None
+            flag, variable = format_flag(name := str(first["loc"][0])), format_variable(name)
+            setting = f"{flag} or {variable}" if variable in os.environ else flag
+            raise SearchError(format_validation_error(setting, first)) from None
 
     @property
     def world_size(self) -> int:

@@ -22,14 +22,19 @@ def main() -> None:
 
     take_exit_file(os.environ)
     exit_on_signals()
-    from hpsearch.search.cli import main as run
-
     try:
+        from hpsearch.search.cli import main as run
+
         if is_handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
+    except MemoryError as error:  # a traceback needs memory too
+        if str(error):  # an array that is too large
+            raise
+        os.write(2, b"hpsearch: not enough memory\n")
+        os._exit(1)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would raise in exit hooks of libraries

@@ -71,6 +71,18 @@ _retry_duplicates = tenacity.retry(
 )
 
 
+def _check_settings() -> None:
+    """Check MLflow's environment variables, which MLflow reads at the first request."""
+    from mlflow import environment_variables
+
+    known = vars(environment_variables)
+    for name in known.keys() & os.environ.keys():
+        try:
+            known[name].get()
+        except ValueError:
+            raise StorageError(f"{name} {os.environ[name]!r} is invalid; correct or unset the variable") from None
+
+
 class Tracking:
     """The tracking server, and the experiment that contains the runs of all studies.
 
@@ -83,6 +95,7 @@ class Tracking:
 
     Raises:
         CredentialsWithheldError: this process has credentials, and the user has not configured this address.
+        StorageError: an environment variable of MLflow has an invalid value.
     """
 
     def __init__(self, uri: str, *, experiment: str = EXPERIMENT_NAME, ui_url: str | None = None) -> None:
@@ -92,6 +105,7 @@ class Tracking:
         _reach_loopback_directly(uri)
         import mlflow
 
+        _check_settings()
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         if not is_configured(uri):
             restrict_local_locations(uri)

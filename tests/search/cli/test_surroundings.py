@@ -97,6 +97,12 @@ def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
 
 
+def test_a_lack_of_memory_is_one_line() -> None:
+    code = _INTERRUPTED.replace("os.kill(os.getpid(), signal.Signals[sys.argv[1]])", "raise MemoryError")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "hpsearch: not enough memory\n")
+
+
 def test_ctrl_c_while_the_interpreter_exits_is_silent() -> None:
     code = "import atexit, os; atexit.register(os.kill, os.getpid(), 2); from hpsearch.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
 from hpsearch.search.run.running import find_searches, stop_searches
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.embedded.process import wait_until
 
 # One pytest-xdist process runs the tests that fork, so that the libraries of workers are loaded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]
@@ -243,3 +245,15 @@ def test_the_fork_server_has_one_thread(tmp_path: Path) -> None:
     ]
     names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{server.pid}/task").iterdir()]
     assert len([name for name in names if name != "jemalloc_bg_thd"]) == 1, names
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_the_folder_of_the_socket_is_removed_although_the_fleet_is_killed() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as that of a socket has to be
+        command = "from hpsearch.search.fleet.fork_server import start_fork_server; start_fork_server(1); input()"
+        environment = {**os.environ, "TMPDIR": folder}
+        killed = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, env=environment)
+        assert wait_until(lambda: bool(list(Path(folder).glob("pymp-*/listener-*"))), timeout=60)
+        killed.kill()
+        killed.communicate()
+        assert wait_until(lambda: not list(Path(folder).glob("pymp-*")), timeout=60)

@@ -15,6 +15,7 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import create_trial
 
 from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import (
     DASHBOARD_ARTIFACTS,
     MlflowArtifactStore,
@@ -133,3 +134,9 @@ def test_missing_artifacts_are_not_found(tracking: Tracking, tmp_path: Path) -> 
             artifacts.open_reader(missing)
     with pytest.raises(PermissionError, match="read-only"):
         artifacts.write("x", file)
+
+
+def test_an_invalid_variable_of_mlflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon")
+    with pytest.raises(StorageError, match=r"^MLFLOW_HTTP_REQUEST_TIMEOUT 'soon' is invalid; correct or unset"):
+        Tracking("http://127.0.0.1:9")
