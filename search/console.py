@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hpsearch.storage.display import escape_controls, escape_line
@@ -96,10 +97,49 @@ class _UnpaddedTable:
             yield Segment.line()
 
 
+_MIN_WRAPPED_COLUMNS = 10  # the narrowest column of a table with wrapped cells, including its padding
+
+
+class _PlainTable(Table):
+    """A table, or a list with one paragraph per row if the console is too narrow for the columns that do not wrap."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        def measure(column: Column) -> int:
+            cells = (column.header, *column.cells)
+            return max(Measurement.get(console, options, cell).maximum for cell in cells) + self.padding[1]
+
+        widths = (measure(column) if column.no_wrap else _MIN_WRAPPED_COLUMNS for column in self.columns)
+        if sum(widths) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text(str(self.title), style=self.title_style or "")
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            yield from self._wrap_row(console, row, options.max_width)
+
+    def _wrap_row(self, console: Console, row: Sequence[RenderableType], width: int) -> Iterator[Text]:
+        """Yield the lines of a row, each cell with its heading; only cells longer than a line wrap."""
+        line = Text()
+        for column, cell in zip(self.columns, row, strict=True):
+            text = console.render_str(cell) if isinstance(cell, str) else cell
+            if not isinstance(text, Text) or not text.plain:
+                continue
+            part = Text.assemble((f"{column.header} ", self.header_style), text)
+            if line.cell_len + part.cell_len + 2 <= width:
+                line.append_text(Text.assemble(", " if line else "", part))
+                continue
+            yield line
+            *full, line = (Text.assemble("  ", wrapped) for wrapped in part.wrap(console, width - 2, no_wrap=False))
+            yield from full
+        yield line
+
+
 def plain_table(
     *columns: str, right: Container[str] = (), wrap: Container[str] | None = None, header_style: str = "bold"
 ) -> Table:
     """Return an empty table without borders.
+
+    On a console that is too narrow for the columns that do not wrap, the table is a list with one paragraph per row.
 
     Args:
         columns: headings.
@@ -107,7 +147,7 @@ def plain_table(
         wrap: columns whose cells may wrap; None lets all columns wrap.
         header_style: rich style of the headings.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
+    table = _PlainTable(box=None, padding=(0, 2, 0, 0), header_style=header_style)
     for column in columns:
         is_fixed = wrap is not None and column not in wrap
         table.add_column(
@@ -117,6 +157,15 @@ def plain_table(
             no_wrap=is_fixed,
         )
     return table
+
+
+def shorten_line(text: str, width: int) -> str:
+    """Return a text as one line of at most `width` characters, shortened at a space so that no number is cut."""
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    head = text[: width - 1].rpartition(" ")[0] or text[: width - 2]
+    return f"{head} …"
 
 
 _BARS = "▁▂▃▄▅▆▇█"

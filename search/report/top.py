@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpsearch.search.console import format_number, plain_table
+from hpsearch.search.console import format_number, plain_table, shorten_line
 from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
@@ -195,12 +195,11 @@ def render_progress(
     """
     bar = Table.grid()  # a progress bar has no line break
     bar.add_row(ProgressBar(total=1, completed=progress.finished_fraction, width=60))
-    title = Text.assemble(("study ", "dim"), (study, "bold"), *details)
-    return [
-        title,
-        bar,
-        *(Text(line, style="" if place == 0 else "dim", no_wrap=False) for place, line in enumerate(lines)),
-    ]
+    texts = [Text.assemble(("study ", "dim"), (study, "bold"), *details)]
+    texts += [Text(line, style="dim" if place else "") for place, line in enumerate(lines)]
+    for text in texts:
+        text.no_wrap, text.overflow = False, "fold"  # a console that prints long lines as they are would cut them
+    return [texts[0], bar, *texts[1:]]
 
 
 def count_best_rows(height: int) -> int:
@@ -287,10 +286,9 @@ def make_event_table(events: Sequence[AttemptEnd], at: datetime, width: int) -> 
     outcomes = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]
     # Shortened here, because rich omits columns of tables that are too wide.
     longest = max("outcome", *map(str, outcomes), key=len)
-    room = width - sum(len(f"{word}  ") for word in ("99.9 min ago", "trial", longest))
+    room = width - sum(len(f"{word}  ") for word in ("99.9 min ago", "trial", longest, ""))
     for event, outcome in zip(events, outcomes, strict=True):
         ago = format_seconds(max((at - event.at).total_seconds(), 0.0))
-        why = Text(" ".join(shorten_reason(event.reason or f"by {event.worker}").split()))
-        why.truncate(max(room - 2, 20), overflow="ellipsis")
-        table.add_row(f"{ago} ago", str(event.trial), outcome, why)
+        why = shorten_reason(event.reason or f"by {event.worker}")
+        table.add_row(f"{ago} ago", str(event.trial), outcome, shorten_line(why, room if room >= 20 else len(why)))
     return table

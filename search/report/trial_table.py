@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
-from hpsearch.search.console import format_number, plain_table
+from hpsearch.search.console import format_number, plain_table, shorten_line
 from hpsearch.search.report.trials import PARAMETER_PREFIX, format_state, list_parameter_names
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_value, list_violations
@@ -55,7 +55,7 @@ def _shorten(record: Mapping[str, object], reason: str) -> str:
     value, cutoff, epoch = (record.get(key) for key in ("value", "cutoff", "epoch"))
     if isinstance(value, int | float) and isinstance(cutoff, int | float) and isinstance(epoch, int):
         sign = "<" if value < cutoff else ">" if value > cutoff else "="
-        digits = next((d for d in (4, 6) if f"{value:.{d}g}" != f"{cutoff:.{d}g}"), 9)
+        digits = next((d for d in (4, 6) if value == cutoff or f"{value:.{d}g}" != f"{cutoff:.{d}g}"), 9)
         return f"{format_number(value, digits)} {sign} {format_number(cutoff, digits)} at epoch {epoch + 1}"
     return shorten_reason(reason)
 
@@ -103,10 +103,9 @@ def make_trial_table(
         if left >= _measure("worker", workers):
             cells["worker"] = workers
     if longest and (parameters is None or left >= _MIN_REASON_WIDTH + _PADDING):
-        # Shortened here, because rich omits columns of tables that are too wide.
-        room = max(width - sum(_measure(name, column) for name, column in cells.items()) - _PADDING, _MIN_REASON_WIDTH)
-        lines = (" ".join(reason.split()) for reason in reasons)
-        cells["reason"] = [line if len(line) <= room else f"{line[: room - 1]}…" for line in lines]
+        # Shortened here, because rich omits columns of tables that are too wide. In a list, the reasons wrap.
+        room = width - sum(_measure(name, column) for name, column in cells.items()) - _PADDING
+        cells["reason"] = [shorten_line(reason, room if room >= _MIN_REASON_WIDTH else longest) for reason in reasons]
     table = plain_table(*cells, right=numbers, wrap=(), header_style="bold")
     for row in zip(*cells.values(), strict=True):
         table.add_row(*row)

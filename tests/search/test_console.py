@@ -8,7 +8,7 @@ import pty
 
 import pytest
 
-from hpsearch.search.console import PlainConsole, format_sparkline, plain_table, show_steps
+from hpsearch.search.console import PlainConsole, format_sparkline, plain_table, shorten_line, show_steps
 
 
 def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
@@ -37,6 +37,31 @@ def test_a_table_is_visible_with_any_value_of_columns(
         assert console.width == width
         assert b"digits" in os.read(controller, 10_000)
     os.close(controller)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (38, ["trial  value   reason", "   11  0.9444  worse than the median", "    2"]),
+        (37, ["trial 11, value 0.9444", "  reason worse than the median", "trial 2"]),
+        (24, ["trial 11, value 0.9444", "  reason worse than the", "  median", "trial 2"]),
+    ],
+)
+def test_a_table_is_a_list_where_its_cells_would_be_cut(width: int, lines: list[str]) -> None:
+    console = PlainConsole(file=io.StringIO())
+    console.width = width
+    table = plain_table("trial", "value", "reason", right=("trial",), wrap=())
+    table.add_row("11", "0.9444", "worse than the median")
+    table.add_row("2", "", "")
+    with console.capture() as capture:
+        console.print(table)
+    assert capture.get().splitlines() == lines
+
+
+def test_a_line_is_shortened_at_a_space() -> None:
+    assert shorten_line("0.8861 <\n0.9444", 15) == "0.8861 < 0.9444"
+    assert shorten_line("0.8861 < 0.9444", 14) == "0.8861 < …"
+    assert shorten_line("OutOfMemoryError", 8) == "OutOfM …"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 
-from hpsearch.search.console import format_number
+from hpsearch.search.console import PlainConsole, format_number
 from hpsearch.search.report.top import StudyStatus, render_status
 from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.storage.trials.history import Progress
@@ -38,6 +39,21 @@ def test_the_columns_of_ended_trials_fit_with_long_reasons(width: int) -> None:
     assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
     assert rows[0].rstrip().endswith("  0.9 < 0.918056 at epoch 3")
     assert all(len(line) <= width for line in lines)
+
+
+def test_a_narrow_view_is_a_list_without_cut_values() -> None:
+    console = PlainConsole(width=50, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render_status(standing(), 1.0, width=50))
+    lines = capture.get().splitlines()
+    assert "…" not in capture.get()
+    assert max(map(len, lines)) <= 50
+    assert lines[-4:] == [
+        "ended 1.2 h ago, trial 140, outcome pruned",
+        "  reason 0.9 < 0.918056 at epoch 3",
+        "ended 1.2 h ago, trial 139, outcome released",
+        "  reason by w",
+    ]
 
 
 @pytest.mark.parametrize(
