@@ -83,6 +83,10 @@ def test_the_table_of_the_report_sorts_by_pointer_and_by_keyboard(page: Page, cl
     page.keyboard.press("Enter")
     assert column(1) == list(map(str, range(12)))
     expect(page.locator("#trials th[aria-sort]")).to_have_text("trial")
+    page.locator("#trials tbody tr").first.focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#trials tr:focus")).to_have_attribute("data-trial", "1")
+    expect(page.locator("#curves .hot").first).to_have_attribute("data-trial", "1")
 
 
 @pytest.mark.soak  # takes half a minute in MLflow's pages; search/promotion/test_promote.py tests hpsearch's part

@@ -104,6 +104,16 @@ function heat(number) {
   if (number !== undefined) for (const node of document.querySelectorAll(`[data-trial="${number}"]`)) node.classList.add("hot");
 }
 
+function trialOf(node) {
+  const row = node?.closest("tr[data-trial]");
+  return row ? Number(row.dataset.trial) : undefined;
+}
+
+// Highlights the trial of the focused row only.
+function rest() {
+  heat(trialOf(document.activeElement));
+}
+
 function line(parent, tag, text) {
   const node = document.createElement(tag);
   node.textContent = text;
@@ -138,7 +148,7 @@ function showTip(mark, event) {
 
 function hide() {
   tip.hidden = true;
-  heat(undefined);
+  rest();
 }
 
 function watch(svg, nearest) {

@@ -87,12 +87,11 @@ function parallel(host) {
   const longest = Math.max(...axes[0].named.map(([text]) => text.length));
   const start = Math.max(50, Math.min(12 + 7 * longest, width / 4)); // the labels of the first axis have more room
   const gap = (width - 60 - start) / Math.max(axes.length - 1, 1), left = (i) => start + i * gap;
-  const least = complete.length < 40 ? 45 : 15; // per cent: with many lines, bad ones must not hide good ones
   const order = [...complete.keys()].sort((a, b) => better(values[b], values[a]));
   const lines = order.map((i, rank) => {
     const t = complete[i], points = axes.map((axis, k) => [left(k), axis.at(axis.own[i])]);
     const node = add(svg, "path", { class: `path value ${t === best ? "best" : ""}`, "data-trial": t.number, d: path(points) });
-    node.style.setProperty("--share", `${Math.round(least + (100 - least) * (rank / Math.max(order.length - 1, 1)) ** 3)}%`);
+    node.style.setProperty("--share", `${Math.round(100 * (rank / Math.max(order.length - 1, 1)) ** 3)}%`);
     return { trial: t.number, points, lines: [`${data.metric} ${shown(t.value)}`] };
   });
   axes.forEach((axis, k) => {
@@ -101,7 +100,7 @@ function parallel(host) {
     add(name, "title", {}, axis.name);
     for (const [text, y] of axis.named) {
       add(svg, "line", { class: "axis", x1: left(k) - 3, x2: left(k) + 3, y1: y, y2: y });
-      add(svg, "text", { x: left(k) - 6, y: y + 4, "text-anchor": "end", class: "halo" }, clipped(text, Math.floor((k ? gap : start - 6) / 7)));
+      add(svg, "text", { x: left(k) - 6, y: y + 4, "text-anchor": "end", class: "halo" }, clipped(text, Math.floor((k ? gap - 10 : start - 6) / 7)));
     }
   });
   watch(svg, (x, y) => {
@@ -163,6 +162,7 @@ function sorting(table) {
       return sign * (numbers ? Number(one) - Number(other) : one.localeCompare(other));
     });
     body.append(...rows);
+    if (rows.some((row) => row.tabIndex === 0)) rows.forEach((row, k) => (row.tabIndex = k ? -1 : 0));
     for (const head of heads) head.removeAttribute("aria-sort");
     heads[i].setAttribute("aria-sort", way);
   }
@@ -177,14 +177,31 @@ function sorting(table) {
       sort(i, head.getAttribute("aria-sort") === first ? turned : first);
     });
   });
-  table.addEventListener("pointerover", (event) => {
-    const row = event.target.closest("tr[data-trial]");
-    heat(row ? Number(row.dataset.trial) : undefined);
+}
+
+// Highlights the trial of the row with the pointer or the focus. Tab enters the table; the arrow keys change the row.
+function highlighting(table) {
+  const body = table.tBodies[0];
+  for (const row of body.rows) row.tabIndex = row.rowIndex === 1 ? 0 : -1;
+  table.addEventListener("pointerover", (event) => heat(trialOf(event.target)));
+  table.addEventListener("pointerleave", rest);
+  body.addEventListener("focusin", ({ target, relatedTarget }) => {
+    rest();
+    const entered = target.matches(":focus-visible") && !body.contains(relatedTarget);
+    if (entered) table.parentElement.scrollLeft = 0; // after the last heading, the first columns are out of view
   });
-  table.addEventListener("pointerleave", () => heat(undefined));
+  body.addEventListener("focusout", () => heat(undefined));
+  body.addEventListener("keydown", (event) => {
+    const row = event.target.closest("tr");
+    const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
+  });
 }
 
 for (const table of document.querySelectorAll("table.sortable")) sorting(table);
+for (const table of document.querySelectorAll("table:has(tr[data-trial])")) highlighting(table);
 show({ history, curves, spent, parallel, finalists });
 document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 document.addEventListener("scroll", hide, { passive: true, capture: true });

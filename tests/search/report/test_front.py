@@ -42,7 +42,7 @@ def test_the_page_shows_the_pareto_front_instead_of_the_best_trial(study: Stored
     assert "Parameters of the best" not in page
     assert data["front"]["trials"] == [0, 1]
     assert data["front"]["bounds"] == [{"metric": 1, "limit": 5.0, "text": "latency_ms <= 5"}]
-    assert "The bounds model_mb &lt;= 10 apply too" in page
+    assert "Bounds without an axis in the figure: model_mb &lt;= 10." in page
     assert data["chosen"] == 0, "not trial 3, which is out of bounds"
     assert [t["values"] for t in data["trials"]] == [list(t.values) for t in TRIALS]
     ways = re.findall(r'<th data-best="(\w+)">([\w ]+)</th>', page)

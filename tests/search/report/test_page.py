@@ -165,13 +165,22 @@ def test_marks_have_enough_contrast_to_be_seen() -> None:
     style = (files("hpsearch.search.report") / "templates" / "report.css").read_text()
     for theme in style.split(":root")[1:3]:
         colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", theme))
-        light = {name: _compute_luminance(color) + 0.05 for name, color in colors.items()}
+        page = _parse_color(colors["page"])
         states = ("accent", "best", "pruned", "infeasible", "failed", "running", "waiting", "paused")
-        ratios = {name: max(light[name], light["page"]) / min(light[name], light["page"]) for name in states}
-        assert {name: ratio for name, ratio in ratios.items() if ratio < 3} == {}
+        marks = {(name, 1.0): _parse_color(colors[name]) for name in states}
+        for name, opacity in re.findall(r"stroke: var\(--(\w+)\)[^}]*opacity: ([\d.]+)", style):
+            mark, share = _parse_color(colors[name]), float(opacity)
+            marks[name, share] = [share * c + (1 - share) * below for c, below in zip(mark, page, strict=True)]
+        light = {key: _compute_luminance(mark) + 0.05 for key, mark in marks.items()}
+        ground = _compute_luminance(page) + 0.05
+        ratios = {key: max(each, ground) / min(each, ground) for key, each in light.items()}
+        assert {key: ratio for key, ratio in ratios.items() if ratio < 3} == {}
 
 
-def _compute_luminance(color: str) -> float:
-    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+def _parse_color(color: str) -> list[float]:
+    return [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+
+
+def _compute_luminance(channels: list[float]) -> float:
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
