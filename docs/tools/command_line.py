@@ -34,12 +34,12 @@ def command_line() -> str:
 
 def _options(options: Iterable[Any]) -> str:
     rows = [row for option in options if (row := _option(option))]
-    return table(("option", "environment", "default", "what it does"), rows) + "\n" if rows else ""
+    return table(("option", "default", "what it does"), rows) + "\n" if rows else ""
 
 
-def _option(option: Any) -> tuple[str, str, str, str] | None:
+def _option(option: Any) -> tuple[str, str, str] | None:
     if option.param_type_name == "argument":
-        return (f"`{_metavar(option)}`", "", "", option.help) if option.help else None
+        return (f"`{_metavar(option)}`", "", option.help) if option.help else None
     names = ", ".join(f"`{name}`" for name in option.opts)
     words, sign, told = (option.help or "").partition("  [default: ")
     if sign:
@@ -50,7 +50,7 @@ def _option(option: Any) -> tuple[str, str, str, str] | None:
         default = "off"
     else:
         default = "" if option.default in (None, (), []) else str(option.default)
-    return (names, code(option.envvar or ""), default, words)
+    return (names, default, f"{words} (environment: {code(option.envvar)})" if option.envvar else words)
 
 
 def _metavar(argument: Any) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table; cells may hold Markdown."""
+    """A table without empty columns; cells may hold Markdown."""
+    columns = [(name, *cells) for name, *cells in zip(head, *rows, strict=True) if any(cells)]
+    head, *rows = zip(*columns, strict=True)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += [
         "| " + " | ".join(safe(" ".join(cell.split())).replace("|", "\\|") for cell in row) + " |" for row in rows

@@ -3,6 +3,7 @@
 from docs.packages import PACKAGES, ROOT, find_package_imports
 from docs.tools.api import _docstring, _signature
 from docs.tools.generate import PAGES, generated, outputs
+from docs.tools.markdown import table
 from docs.tools.picture import remove_implied_arrows
 
 
@@ -35,6 +36,11 @@ def test_the_picture_has_every_package_and_only_arrows_that_are_needed() -> None
         "b": {"a"},
         "c": {"b"},
     }
+
+
+def test_a_table_has_no_empty_columns() -> None:
+    text = table(("option", "default", "what it does"), [("`--all`", "", "List all"), ("`--top`", "", "")])
+    assert text.splitlines() == ["| option | what it does |", "|---|---|", "| `--all` | List all |", "| `--top` |  |"]
 
 
 def test_a_docstring_becomes_markdown() -> None:
