@@ -201,7 +201,11 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 
 
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
-    """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code."""
+    """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code.
+
+    The file can import modules of the working folder, as a script can. Only commands that import an objective search
+    this folder, because libraries try to import packages that are not installed, and it may belong to another user.
+    """
     if not _has_kind(path, stat.S_ISREG):
         if _has_kind(path, stat.S_ISFIFO) or _has_kind(path, stat.S_ISCHR):
             raise ObjectiveError(f"{format_path(path)} is not a regular file; give a file of Python code")
@@ -213,6 +217,8 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
             raise ObjectiveError(
                 f"file {format_path(path)} changed between its check and its import; repeat the command"
             )
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
         _search_first(path.parent)
     # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
     name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"

@@ -35,14 +35,12 @@ EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
 
 
-def add_working_folder_to_path() -> bool:
-    """Make modules of the working folder importable, as `python -m` does; return False if the folder was deleted."""
+def has_working_folder() -> bool:
+    """Return whether the working folder still exists."""
     try:
-        here = os.getcwd()  # noqa: PTH109 sys.path contains strings
+        os.getcwd()  # noqa: PTH109 only the error matters
     except OSError:
         return False
-    if here not in sys.path:
-        sys.path.append(here)
     return True
 
 

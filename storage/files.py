@@ -175,14 +175,14 @@ def find_changeable_part(path: Path) -> Path | None:
 
     Parts are the file, its folders up to the root, and links with their targets. They must belong to the user or root,
     and others must not have write permission, unless a folder is sticky as /tmp is and does not contain the file
-    itself. The user's private group does not count as others.
+    itself. The user's private group does not count as others, unless an access control list grants more permissions.
     """
     current, names, links = Path(path.anchor), list(path.parts[1:]), 0
-    if _can_others_change(current.lstat(), is_sticky_safe=True):
+    if _can_others_change(current, current.lstat(), is_sticky_safe=True):
         return current
     while names:
         # After `..` or a link, this can be a folder that passed as a part in the middle of the path.
-        if len(names) == 1 and _can_others_change(current.lstat(), is_sticky_safe=False):
+        if len(names) == 1 and _can_others_change(current, current.lstat(), is_sticky_safe=False):
             return current
         name = names.pop(0)
         if name == "..":
@@ -200,20 +200,28 @@ def find_changeable_part(path: Path) -> Path | None:
             target = part.readlink()
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
             current = Path(target.anchor) if target.is_absolute() else current
-        elif _can_others_change(status, is_sticky_safe=bool(names)):
+        elif _can_others_change(part, status, is_sticky_safe=bool(names)):
             return part
         else:
             current = part
     return None
 
 
-def _can_others_change(status: os.stat_result, *, is_sticky_safe: bool) -> bool:
+def _can_others_change(path: Path, status: os.stat_result, *, is_sticky_safe: bool) -> bool:
     if status.st_uid not in {os.geteuid(), 0}:
         return True
     if is_sticky_safe and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         return False
-    is_group_open = status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid)
+    # With an access control list, the bits of the group are the maximum of the users and groups in the list.
+    is_group_open = status.st_mode & stat.S_IWGRP and (not _is_private_group(status.st_gid) or _has_acl(path))
     return bool(status.st_mode & stat.S_IWOTH or is_group_open)
+
+
+def _has_acl(path: Path) -> bool:
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except (OSError, AttributeError):  # no list, a file system without lists, or no Linux
+        return False
 
 
 def _is_private_group(gid: int) -> bool:

@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpsearch.redaction import redact
 from hpsearch.storage.attributes import INFEASIBLE, TRACKING
 from hpsearch.storage.database.connect import check_database, make_engine
+from hpsearch.storage.trials.claim_sql import LOSS_WEIGHT_AT_START
 from hpsearch.storage.trials.worker_registry import SILENT_SECONDS
 from hpsearch.storage.web.guard import Wsgi
 from hpsearch.storage.web.server import serve_wsgi
@@ -70,11 +71,13 @@ _EPOCHS = """
      GROUP BY s.study_name
 """
 
-_ATTEMPTS = """
-    SELECT s.study_name, a.outcome, count(*)
+_ATTEMPTS = f"""
+    SELECT s.study_name,
+           CASE WHEN outcome = 'lost' AND loss_weight = {LOSS_WEIGHT_AT_START} THEN 'lost_at_start' ELSE outcome END,
+           count(*)
       FROM hpsearch_attempts a JOIN trials t USING (trial_id) JOIN studies s USING (study_id)
-     WHERE a.outcome IS NOT NULL GROUP BY s.study_name, a.outcome
-"""
+     WHERE a.outcome IS NOT NULL GROUP BY 1, 2
+"""  # noqa: S608 the part is a constant
 
 _UNTRACKED = f"""
     SELECT s.study_name, count(u.trial_id)

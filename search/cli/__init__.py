@@ -23,7 +23,7 @@ from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
-    add_working_folder_to_path,
+    has_working_folder,
     ignore_stop_signals,
     report_errors,
 )
@@ -36,7 +36,7 @@ COMMANDS = (run, monitor, steer, confirm, objective, services, serve)  # their i
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    if not add_working_folder_to_path():  # otherwise each relative path fails with an error of its own
+    if not has_working_folder():  # otherwise each relative path fails with an error of its own
         echo("hpsearch: the working directory was deleted; change to an existing folder", err=True)
         sys.exit(EXIT_USER_ERROR)
     sys.excepthook = _print_traceback

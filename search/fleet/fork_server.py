@@ -14,7 +14,6 @@ from types import ModuleType
 
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
-    add_working_folder_to_path,
     ignore_stop_signals,
     prepare_exit,
     report_errors,
@@ -137,7 +136,6 @@ def _run_forked(work: Callable[[], int], command: list[str], environment: dict[s
         numpy.random.seed()  # otherwise all workers have the same random state
     # Processes that a worker starts, such as those of a data loader, use the default start method again.
     multiprocessing.set_start_method(None, force=True)
-    add_working_folder_to_path()
     try:
         code = report_errors(work)
     except SystemExit as error:

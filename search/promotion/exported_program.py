@@ -175,4 +175,6 @@ def _is_safe_node(node: ast.AST) -> bool:
             return name in _TENSOR_METHODS
         case ast.Constant(value=str() as name):
             return _NAME.fullmatch(name) is not None
+        case ast.Constant(value=value):  # not bytes: torch writes the expression into a text of the code that it runs
+            return value is None or isinstance(value, int | float)
     return isinstance(node, _NODES)

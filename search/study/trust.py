@@ -134,14 +134,13 @@ def _has_changeable_link(code: Code) -> bool:
 def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
     # A module can also import modules of the working folder.
     for path in code.located if is_file else [*code.located, Path.cwd()]:
+        # Clients of an MLflow server of this user can upload it.
+        if any(ARTIFACT_PATH.search(str(each)) for each in (path, path.resolve())):
+            return "the file is an artifact of MLflow"
         if not is_file and _INSTALLED.intersection(path.parts):
             continue
         if (part := find_changeable_part(path)) is not None:
             return f"another user can change {str(part)!r}"
-        if any(
-            ARTIFACT_PATH.search(str(each)) for each in (path, path.resolve())
-        ):  # clients of an MLflow server of this user can upload it
-            return "the file is an artifact of MLflow"
         if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"
     return None

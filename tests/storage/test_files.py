@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import threading
 from pathlib import Path
@@ -127,6 +128,27 @@ def test_parts_of_a_path_that_another_user_can_change(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", tmp_path / "missing"):
         assert find_changeable_part(path) == path
+
+
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="no access control lists")
+def test_an_access_control_list_lets_others_change_a_file_of_the_users_private_group(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    entries = [
+        (0x01, 6, 0xFFFFFFFF),
+        (0x02, 6, 65534),
+        (0x04, 4, 0xFFFFFFFF),
+        (0x10, 6, 0xFFFFFFFF),
+        (0x20, 4, 0xFFFFFFFF),
+    ]
+    try:
+        os.setxattr(
+            tmp_path / "file",
+            "system.posix_acl_access",
+            struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries),
+        )
+    except OSError:
+        pytest.skip("the file system has no access control lists")
+    assert find_changeable_part(tmp_path / "file") == tmp_path / "file"
 
 
 def test_a_name_with_a_line_feed_cannot_imitate_two_files(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -29,6 +34,13 @@ from tests.web import answers
 
 _NAME = 'a "quoted\\" name\nhpsearch_trials{study="forged"} 1'  # label values must not add metrics
 
+_LOST_ATTEMPTS = """
+    INSERT INTO hpsearch_attempts
+           (trial_id, attempt, claim_id, worker, process, lease, loss_weight, started_at, expires_at, ended_at, outcome)
+    SELECT trial_id, attempt, gen_random_uuid(), 'gone', 'x', 9, weight, now(), now(), now(), 'lost'
+      FROM trials, (VALUES (1, 0.1), (2, 0.25), (3, 1)) losses (attempt, weight) WHERE number = 0
+"""
+
 
 def _fill(storage: BaseStorage, engine: sa.Engine) -> None:
     """Write a study with trials of several states, a running and an idle worker, and two workers with no lease."""
@@ -49,10 +61,13 @@ def _fill(storage: BaseStorage, engine: sa.Engine) -> None:
             registration.record_exit("done")
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE hpsearch_workers SET seen_at = '2000-1-1' WHERE name = 'silent'"))
+        connection.execute(sa.text(_LOST_ATTEMPTS))
     assert isinstance(Claims(engine, study._study_id, worker="running").claim(), Claim)
 
 
-def test_prometheus_reads_the_metrics_of_all_studies(database_url: str) -> None:
+@pytest.fixture
+def port(database_url: str) -> Iterator[int]:
+    """Serve the metrics of the study, with the token `secret`, and return the port."""
     storage = open_storage(database_url, application_name="test")
     engine = make_engine(database_url, application_name="test")
     _fill(storage, engine)
@@ -60,18 +75,22 @@ def test_prometheus_reads_the_metrics_of_all_studies(database_url: str) -> None:
     port = state.choose_port(None)
     arguments = [sys.executable, "-m", "hpsearch", "serve", "metrics", "--port", str(port)]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url, "HPSEARCH_WEB_TOKEN": "secret"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
     with subprocess.Popen(arguments, env=environment, cwd=Path(hpsearch.__file__).parents[1]) as process:
         try:
             wait_for(lambda: process.poll() is not None or answers(port), "the service to listen")
             assert process.poll() is None, "the service ended"
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(request)
-            request.add_header("Authorization", "Bearer secret")
-            with urllib.request.urlopen(request) as response:
-                families = list(text_string_to_metric_families(response.read().decode()))
+            yield port
         finally:
             process.terminate()
+
+
+def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request)
+    request.add_header("Authorization", "Bearer secret")
+    with urllib.request.urlopen(request) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
     found = {}
     for sample in (sample for family in families for sample in family.samples):
         labels = dict(sample.labels)
@@ -87,6 +106,48 @@ def test_prometheus_reads_the_metrics_of_all_studies(database_url: str) -> None:
         ("hpsearch_trials", "infeasible"): 1,
         ("hpsearch_trials", "running"): 1,
         ("hpsearch_epochs_total",): 2,
+        ("hpsearch_attempts_total", "lost"): 2,
+        ("hpsearch_attempts_total", "lost_at_start"): 1,
         ("hpsearch_untracked_trials",): 1,
         ("hpsearch_best_value", "0"): pytest.approx(4.0),
     }
+
+
+_DOCS = Path(__file__).parents[2] / "docs/metrics"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_answers_all_queries_of_the_dashboard_and_loads_the_alerts(port: int, tmp_path: Path) -> None:
+    panels = json.loads((_DOCS / "grafana.json").read_text())["panels"]
+    queries = [target["expr"].replace("$study", "(?s:.*)") for panel in panels for target in panel["targets"]]
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "prometheus.yml").write_text(f"""
+global: {{scrape_interval: 1s}}
+rule_files: [{_DOCS / "alerts.yml"}]
+scrape_configs:
+  - job_name: hpsearch
+    authorization: {{credentials_file: {tmp_path / "token"}}}
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+""")
+    own = state.choose_port(None)
+    arguments = ["--config.file", "prometheus.yml", "--storage.tsdb.path", "data", "--log.level", "error"]
+    command = ["prometheus", *arguments, f"--web.listen-address=127.0.0.1:{own}"]
+
+    def ask(path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/{path}") as response:
+            return json.load(response)["data"]
+
+    def has_data(query: str) -> bool:
+        return bool(ask(f"query?{urllib.parse.urlencode({'query': query})}")["result"])
+
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        try:
+            wait_for(lambda: process.poll() is not None or answers(own), "Prometheus to listen")
+            for query in queries:
+                wait_for(lambda query=query: has_data(query), f"data of {query}")
+            (group,) = ask("rules")["groups"]
+        finally:
+            process.terminate()
+    assert len(queries) == 6
+    assert {rule["name"] for rule in group["rules"]} == {"WorkersLost", "NoEpoch", "RecordsMissing"}

@@ -244,7 +244,9 @@ def test_pip_installs_if_uv_is_unavailable(clone: Clone, tmp_path: Path) -> None
     assert {"onlyhere-1.0", "deep-1.0"} <= there(clone)
     assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
     make_wheel(tmp_path / "wheels", "backward", "1.0", "Requires-Dist: onlyhere>1\n")
-    refused = clone.run("add", "backward")
+    (tmp_path / "pip.py").write_text("import pathlib; pathlib.Path(__file__).with_name('imported').touch()")
+    refused = clone.run("add", "backward", cwd=tmp_path)
+    assert not (tmp_path / "imported").exists(), "a file of the working folder"
     assert refused.returncode == 2
     assert "cannot add backward: Cannot install backward==1.0 because these package" in refused.stderr.splitlines()[-1]
     assert "keep their versions" in refused.stderr.splitlines()[-1]

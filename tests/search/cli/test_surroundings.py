@@ -77,6 +77,19 @@ def test_a_deleted_working_folder_is_an_error(
     assert capsys.readouterr() == ("", message)
 
 
+@pytest.mark.parametrize("command", [["studies"], ["doctor"]])
+def test_a_command_imports_no_module_of_the_working_folder(
+    tmp_path: Path, database_url: str, command: list[str]
+) -> None:
+    """Libraries try to import packages that are not installed, and the folder may belong to another user."""
+    for name in ("colorama", "tornado", "redis", "boto3", "IPython", "xarray", "ujson"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.imported').touch()")
+    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "home"), "HPSEARCH_STORAGE_URL": database_url}
+    program = Path(sys.executable).with_name("hpsearch")
+    subprocess.run([program, *command], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert not list(tmp_path.glob("*.imported"))
+
+
 _INTERRUPTED = """
 import os, signal, sys
 

@@ -320,12 +320,21 @@ def guard(members: Members, path: str) -> None:
     edit_program(lambda program: program["guards_code"].append(f"open({path!r}, 'w') is not None"))(members, path)
 
 
-def evaluate_size(members: Members, path: str) -> None:
-    code = "+".join(f"chr({each})" for each in f"open({path!r}, 'w')".encode())
+def evaluate_text(path: str) -> str:
+    """Return code without quotation marks that creates a file."""
+    return f"eval({'+'.join(f'chr({each})' for each in f'open({path!r}, {chr(39)}w{chr(39)})'.encode())})"
 
+
+def guard_message(members: Members, path: str) -> None:
+    """Add a guard whose bytes end the text of the message that torch writes into its code."""
+    code = f"1 != b'\"); {evaluate_text(path)} #'"
+    edit_program(lambda program: program["guards_code"].append(code))(members, path)
+
+
+def evaluate_size(members: Members, path: str) -> None:
     def change(program: Any) -> None:
         values = program["graph_module"]["graph"]["tensor_values"]
-        next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": f"eval({code})", "hint": None}}
+        next(iter(values.values()))["sizes"][0] = {"as_expr": {"expr_str": evaluate_text(path), "hint": None}}
 
     edit_program(change)(members, path)
 
@@ -436,6 +445,7 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
     [
         (write_file, "the operator 'torch.ops.aten.from_file.default'"),
         (guard, 'guards_code "open('),
+        (guard_message, "guards_code '1 != b"),
         (evaluate_size, "expr_str 'eval("),
         (pickle_weight, "the pickled object 'linear.weight'"),
         (pickle_inputs, "pickled objects in data/sample_inputs/model.pt"),

@@ -19,13 +19,14 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener, urlopen
 import mlflow
 import psycopg2
 import pytest
+from mlflow.exceptions import MlflowException
 from sqlalchemy import text
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.embedded.state import ServiceRecord
+from hpsearch.storage.embedded.state import ServiceRecord, load_state
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.web.token import add_token, add_tokens, find_token, is_own_listener, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
@@ -112,6 +113,42 @@ def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
     status, _ = _request(stack, "mlflow", method, url, "print()", **header)
     assert status == 403
     assert not list((stack.home / "artifacts").rglob("evil.py"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/ajax-api/3.0/mlflow/assistant/config"),
+        ("POST", "//ajax-api/3.0//mlflow/gateway/endpoints/create"),
+        ("POST", "/gateway/mlflow/v1/chat/completions"),
+        ("POST", "/ajax-api/3.0/jobs/"),
+        ("POST", "/api/2.0/mlflow/webhooks"),
+    ],
+)
+def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
+    stack: StackInfo, token: str, method: str, path: str
+) -> None:
+    """MLflow's assistant runs commands in a shell; other features send requests to any address."""
+    assert _request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
+
+
+def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
+    stack: StackInfo, token: str, tmp_path: Path
+) -> None:
+    client = mlflow.MlflowClient(stack.tracking_uri)
+    for location in (f"file://{tmp_path}", str(tmp_path), "relative"):
+        with pytest.raises(MlflowException, match="'artifact_location' is a folder of the server; omit it"):
+            client.create_experiment("theirs", artifact_location=location)
+    run = client.create_run(client.create_experiment("earlier")).info
+    found = load_state(stack.home)
+    assert found is not None
+    url = make_database_url("mlflow", found.mlflow_password, found.postgres.port, "mlflow")
+    with make_engine(url, application_name="test").begin() as connection:  # as an earlier version allowed
+        change = text("UPDATE runs SET artifact_uri = :folder WHERE run_uuid = :run")
+        connection.execute(change, {"folder": f"{tmp_path}/{run.run_id}/artifacts", "run": run.run_id})
+    path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run.run_id}&path=a.txt"
+    assert _request(stack, "mlflow", "POST", path, "text", Authorization=f"Bearer {token}")[0] == 400
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_mlflow_reports_its_health_to_everyone(stack: StackInfo) -> None:

@@ -38,7 +38,7 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-def make_study_of(storage: PostgresStorage, code: Path, **attrs: Any) -> None:
+def make_study_of(storage: PostgresStorage, code: Path | str, **attrs: Any) -> None:
     spec = {**spec_of(name="none").model_dump(), "objective": f"{code}", "metric": "accuracy"}
     make_study(storage, **{SPEC: spec, **attrs})
 
@@ -209,6 +209,20 @@ def test_a_file_in_a_folder_of_another_user_is_not_imported(
     with pytest.raises(SearchError, match=f"because another user can change '{folder}'; if you trust"):
         load_study(storage, "s").objective()
     assert not code.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_an_uploaded_module_is_not_imported_as_an_installed_one(
+    storage: PostgresStorage, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = f"a{'0' * 31}"
+    uploaded = tmp_path / "site-packages" / run / "artifacts" / "wine.py"
+    uploaded.parent.mkdir(parents=True)
+    code.rename(uploaded)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    make_study_of(storage, f"{run}.artifacts.wine:Wine", **{SOURCE_SHA256: compute_sha256(uploaded)})
+    with pytest.raises(SearchError, match="because the file is an artifact of MLflow"):
+        load_study(storage, "s").objective()
 
 
 @pytest.mark.usefixtures("home")
