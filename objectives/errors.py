@@ -98,7 +98,7 @@ def format_path(path: str | Path) -> str:
     """Return a path relative to the current directory; a path outside this directory is unchanged."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: links that form a loop
         return str(path)
 
 

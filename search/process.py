@@ -22,7 +22,7 @@ from typing import Any
 from hpsearch.redaction import redact
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.storage.display import escape_line
-from hpsearch.storage.errors import ServiceUnavailableError, format_error
+from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, format_error
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -51,6 +51,9 @@ def report_errors(work: Callable[[], int]) -> int:
     except USER_ERRORS as error:
         print(f"hpsearch: {escape_line(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
+    except StudyNotFoundError:
+        print("hpsearch: another command has deleted the study meanwhile", file=sys.stderr, flush=True)  # noqa: T201
+        return EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
         from hpsearch.storage.database.retry import is_database_error, is_transient
 

@@ -28,6 +28,10 @@ class StorageError(Exception):
     """Unusable storage or service; the message is one line with the setting, its value and the remedy."""
 
 
+class StudyNotFoundError(KeyError):
+    """Study that does not exist, for example because another command has deleted it."""
+
+
 class ServiceUnavailableError(StorageError):
     """Service that does not answer at the moment; a later retry of the command may succeed."""
 

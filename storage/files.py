@@ -40,7 +40,11 @@ def replacement(path: Path) -> Iterator[Path]:
         OSError: an existing file is not writable, or the new file cannot be created.
     """
     if path.exists() and not path.is_file():
-        yield path
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
+        try:
+            yield path
+        finally:
+            os.close(descriptor)
         return
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")

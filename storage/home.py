@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError, format_os_error
@@ -83,8 +84,11 @@ def read_own_text(path: Path) -> str:
     Raises:
         OSError: the file cannot be read, or it or a link at its path belongs to another user.
     """
-    with path.open(encoding="utf-8") as file:
-        for status in (path.lstat(), os.fstat(file.fileno())):
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        for status in (path.lstat(), os.fstat(descriptor)):
             if status.st_uid not in get_trusted_owners():
                 raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}")
         return file.read()

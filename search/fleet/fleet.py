@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -186,7 +186,7 @@ class Fleet:
         slot.process = None
         own_codes = {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}
         if code in own_codes and not slot.has_reported(code) and not self._is_stopping:
-            with slot.log.open("a") as log:
+            with suppress(OSError), slot.log.open("a") as log:  # its folder may be deleted
                 log.write(f"hpsearch: code of the objective ended the worker's process with exit code {code}\n")
             code = EXIT_UNAVAILABLE
         slot.exit_file.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ def format_csv(table: pd.DataFrame) -> str:
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write the table in the format of the file's suffix, with durations in seconds.
 
-    JSON is a list of objects, with null for missing values. In Parquet, a column with values of several types has text.
+    JSON is a list of objects, with null for missing and infinite values. In Parquet, a column with values of several
+    types has text.
 
     Raises:
         SearchError: the suffix is not .csv, .json or .parquet, or the file cannot be written. An existing file is
@@ -29,7 +32,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     table = _with_seconds(table)
     writers: dict[str, Callable[[Path], Any]] = {
         ".csv": lambda file: table.to_csv(file, index=False),
-        ".json": lambda file: table.to_json(file, orient="records", indent=1, double_precision=15),
+        ".json": lambda file: file.write_text(_format_json(table), encoding="utf-8"),
         ".parquet": lambda file: _with_one_type_per_column(table).to_parquet(file, index=False),
     }
     if path.suffix not in writers:
@@ -39,6 +42,13 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
             writers[path.suffix](file)
     except OSError as error:
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
+
+
+def _format_json(table: pd.DataFrame) -> str:
+    """Return the rows as JSON with all digits, which `DataFrame.to_json` rounds to 15."""
+    known = table.notna() & ~table.isin([math.inf, -math.inf])  # JSON has no infinity
+    rows = table.astype(object).where(known, None).to_dict("records")
+    return json.dumps(rows, indent=1, default=lambda value: value.item() if hasattr(value, "item") else str(value))
 
 
 def _with_one_type_per_column(table: pd.DataFrame) -> pd.DataFrame:

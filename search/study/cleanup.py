@@ -280,7 +280,11 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
     removable = {
         each.study_id: (
             open_removable_checkpoints(each, services.home, services.checkpoint_url),
-            (get_runs_folder(services.home / "runs", each), get_outbox_folder(services.home, each)),
+            (
+                get_runs_folder(services.home / "runs", each),
+                get_outbox_folder(services.home, each),
+                services.home / "logs" / each.folder,
+            ),
         )
         for each in deleted
     }

@@ -164,6 +164,6 @@ def record_trust(reference: str, code: Code | None) -> None:
 def _read_record() -> dict[str, str]:
     try:
         found = json.loads(read_own_text(resolve_home() / _RECORD))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

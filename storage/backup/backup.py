@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -201,6 +202,8 @@ def _check_target(file: Path, *, force: bool) -> None:
         if has_folder:
             fault = "is a folder" if file.is_dir() else "is not a regular file"
         raise StorageError(f"{str(file)!r} {fault}; give the path of a new file, such as backup.tar")
+    if exists and force and not tarfile.is_tarfile(file):
+        raise StorageError(f"{str(file)!r} is not a backup, so --force does not replace it; give another path")
     if exists and not force:
         raise StorageError(f"{str(file)!r} already exists; give another path, or --force to replace the file")
 

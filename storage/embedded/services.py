@@ -153,7 +153,8 @@ class EmbeddedStack:
         """Return whether all services are healthy, and the tables have the revisions of this version of hpsearch."""
         return (
             self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
-            and self.mlflow.record.needs_token == self.dashboard.record.needs_token == self.state.needs_token
+            and self.mlflow.has_current_token()
+            and self.dashboard.has_current_token()
             and self.mlflow.record.is_of(self.home)
             and self.dashboard.record.is_of(self.home)
             and self.mlflow.find() is not None

@@ -23,7 +23,7 @@ class ServiceRecord:
         process: process of the service; None after a stop.
         database_port: port of Postgres when the service was started.
         tracking_port: port of the MLflow server when the service was started; None if the service does not use MLflow.
-        needs_token: whether the service was started with a token.
+        token_digest: digest of the token with which the service was started; None if it was started without one.
         home: home folder when the service was started; None in files of earlier versions.
     """
 
@@ -31,7 +31,7 @@ class ServiceRecord:
     process: ProcessIdentity | None = None
     database_port: int | None = None
     tracking_port: int | None = None
-    needs_token: bool = False
+    token_digest: str | None = None
     home: str | None = None
 
     def is_of(self, home: Path) -> bool:

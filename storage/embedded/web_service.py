@@ -18,7 +18,7 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.web.token import is_own_listener
+from hpsearch.storage.web.token import derive, is_own_listener
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted
@@ -92,7 +92,7 @@ class WebService:
         return process.is_listening(self._find_processes(), self.record.port or 0)
 
     def ensure_started(self, database_port: int, tracking_port: int | None = None) -> None:
-        """Start the service, unless it runs with the same ports and the same need for a token.
+        """Start the service, unless it runs with the same ports and the same token.
 
         `wait_until_healthy` waits until it answers.
 
@@ -100,12 +100,19 @@ class WebService:
             database_port: port of Postgres; a service that was started with another Postgres port is restarted.
             tracking_port: port of the MLflow server, likewise; None for a service that does not use MLflow.
         """
-        record, needs_token = self.record, self.token() is not None
-        old = (record.database_port, record.tracking_port, record.needs_token)
-        if self.find() is not None and old == (database_port, tracking_port, needs_token) and record.is_of(self.home):
+        record, digest = self.record, self._digest_token()
+        old = (record.database_port, record.tracking_port, record.token_digest)
+        if self.find() is not None and old == (database_port, tracking_port, digest) and record.is_of(self.home):
             return
-        record.database_port, record.tracking_port, record.needs_token = database_port, tracking_port, needs_token
+        record.database_port, record.tracking_port, record.token_digest = database_port, tracking_port, digest
         self._restart()
+
+    def has_current_token(self) -> bool:
+        """Return whether the service was started with the current token, or without one if none is needed."""
+        return self.record.token_digest == self._digest_token()
+
+    def _digest_token(self) -> str | None:
+        return derive(token, "service") if (token := self.token()) is not None else None
 
     def wait_until_healthy(self) -> None:
         """Wait until the service answers.

@@ -13,6 +13,7 @@ from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
 from hpsearch.storage.database.statements import Database, Rows, to_sql
+from hpsearch.storage.errors import StudyNotFoundError
 from hpsearch.storage.study_storage.lost_replies import has_study
 
 AttrKind = Literal["user", "system"]
@@ -72,11 +73,11 @@ def require_study(rows: Rows, study: int | str) -> Rows:
         study: id or name of the study, for the message.
 
     Raises:
-        KeyError: there are no rows, because the study does not exist.
+        StudyNotFoundError: there are no rows.
     """
     if not rows:
         named = repr(study) if isinstance(study, str) else f"with id {study}"
-        raise KeyError(f"there is no study {named}")
+        raise StudyNotFoundError(f"there is no study {named}")
     return rows
 
 

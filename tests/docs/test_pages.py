@@ -13,7 +13,9 @@ from tests.docs.pages import PAGES, commands, names_in
 TEXT = "\n".join(path.read_text() for path in PAGES)
 SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
 # Internal variables between the processes of a command.
-INTERNAL = {"HPSEARCH_COMMAND", "HPSEARCH_EXIT_FILE", "HPSEARCH_FLEET_FAILED", "HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}
+INTERNAL = {
+    f"HPSEARCH_{name}" for name in ("COMMAND", "EXIT_FILE", "FLEET_FAILED", "FLEET_PID", "SERVICE", "SOCKET_FOLDER")
+}
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WRAPPERS = {"add", "test", "lint", "docs"}  # commands of the wrapper ./hpsearch
 

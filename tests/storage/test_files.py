@@ -185,6 +185,12 @@ def test_a_failed_replacement_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pipe_without_a_reader_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device or address"), replacement(tmp_path / "pipe"):
+        pass
+
+
 def test_a_device_is_not_replaced() -> None:
     with replacement(Path(os.devnull)) as file:
         assert file == Path(os.devnull)

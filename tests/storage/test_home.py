@@ -9,7 +9,7 @@ import pytest
 
 from hpsearch.storage.embedded.stack import find_running
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.home import FOLDERS, prepare_home
+from hpsearch.storage.home import FOLDERS, prepare_home, read_own_text
 from hpsearch.storage.web.token import load_or_create_token
 from tests.second_user import UID, act_as_second_user, needs_root
 
@@ -158,3 +158,10 @@ def test_an_ordinary_user_may_use_a_volume_of_root(open_folder: Path) -> None:
     (open_folder / "volume").chmod(0o777)
     (open_folder / "link").symlink_to(open_folder / "volume")
     assert act_as_second_user(lambda: str(prepare_home(str(open_folder / "link")))) == str(open_folder / "link")
+
+
+@pytest.mark.parametrize("name", ["stack.json", "web-token"])
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        read_own_text(tmp_path / name)

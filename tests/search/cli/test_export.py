@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -45,6 +46,12 @@ def test_choices_of_several_types_are_text_in_parquet(tmp_path: Path) -> None:
     choices = [1, "auto", None, True]
     write_table(pd.DataFrame({"params_a": pd.Series(choices, dtype=object)}), tmp_path / "a.parquet")
     assert pd.read_parquet(tmp_path / "a.parquet")["params_a"].fillna("").tolist() == ["1", "auto", "", "True"]
+
+
+def test_numbers_in_json_have_all_digits(tmp_path: Path) -> None:
+    numbers = [0.6923861580443115, 1.7976931348623157e308, 5e-324, 2**53 + 1, float("nan"), float("inf")]
+    write_table(pd.DataFrame({"value": pd.Series(numbers, dtype=object)}), tmp_path / "a.json")
+    assert [row["value"] for row in json.loads((tmp_path / "a.json").read_text())] == [*numbers[:4], None, None]
 
 
 def test_epochs_are_numbered_from_one(study: Study, capsys: pytest.CaptureFixture[str]) -> None:

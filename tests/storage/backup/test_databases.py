@@ -141,6 +141,10 @@ def test_restore_overwrites_nothing(
     assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
     with pytest.raises(StorageError, match="already exists; give another path, or --force"):
         make(file, owner_url, home)
+    notes = file.with_name("notes.txt")
+    notes.write_text("notes")
+    with pytest.raises(StorageError, match="is not a backup, so --force does not replace it"):
+        make(notes, owner_url, home, force=True)
     make(file, owner_url, home, force=True)
 
 

@@ -42,6 +42,7 @@ class Small:
         self.home = home
         self.state = StackState()
         self.refusing: list[str] = []
+        self.token: str | None = None
 
     def found(self, record: ServiceRecord | None = None) -> WebService:
         return WebService(
@@ -49,7 +50,7 @@ class Small:
             health_path="/",
             command=lambda port: ([sys.executable, "-S", "-c", _PROGRAM, str(port), *self.refusing], {}),
             record=record or self.state.mlflow,
-            token=lambda: None,
+            token=lambda: self.token,
             save_state=lambda: self.state.save(self.home),
             home=self.home,
             log=self.home / "small.log",
@@ -147,6 +148,13 @@ def test_a_service_without_a_record_is_stopped(small: Small) -> None:
     small.state = StackState()
     assert small.found().stop() is not None
     assert small.running() == []
+
+
+def test_a_service_with_another_token_is_restarted(small: Small) -> None:
+    before = pid_of(small.up())
+    small.token = "other"
+    assert pid_of(small.up()) != before
+    assert len(small.running()) == 1
 
 
 def test_a_reused_process_id_is_not_killed(small: Small) -> None:

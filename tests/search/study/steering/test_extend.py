@@ -12,6 +12,7 @@ import psycopg2
 import pytest
 
 from hpsearch.search.errors import SearchError
+from hpsearch.search.process import report_errors
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
@@ -120,3 +121,11 @@ def test_a_concurrently_deleted_study_is_an_error(stored: StoredStudy, storage: 
     storage.delete_study(stored.study_id)
     with pytest.raises(StorageError, match="deleted"):
         extend_study(stored, "+1")
+
+
+def test_a_study_that_was_deleted_during_a_command_is_an_error(
+    stored: StoredStudy, storage: PostgresStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage.delete_study(stored.study_id)
+    assert report_errors(lambda: storage.delete_study(stored.study_id) or 0) == 2
+    assert capsys.readouterr().err == "hpsearch: another command has deleted the study meanwhile\n"
