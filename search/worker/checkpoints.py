@@ -20,6 +20,7 @@ from hpsearch.storage.checkpoints.store import (
     StoredFile,
     get_checkpoint_path,
     get_part_path,
+    is_checkpoint_path,
     is_identical,
 )
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
@@ -215,10 +216,17 @@ class TrialCheckpoints:
 
 
 def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
-    """Return the part files of the sharded checkpoint at `path`, by local path in the shards folder."""
+    """Return the part files of the sharded checkpoint at `path`, by local path in the shards folder.
+
+    Raises:
+        StoredCheckpointError: the checkpoint names files with other names than those of shards.
+    """
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
-    return {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
+    parts = {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
+    if not all(is_checkpoint_path(part.path) for part in parts.values()):
+        raise StoredCheckpointError(f"{path} names files that are not shards")
+    return parts
 
 
 def _parse_attempt(path: str) -> int:

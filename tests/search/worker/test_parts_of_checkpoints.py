@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.storage.checkpoints.store import StoredFile
-from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
 from tests.search.worker.checkpointed import Study, state_after
 
 PARTS = ("", ".0_0.distcp", ".1_0.distcp", ".metadata")
@@ -53,6 +53,13 @@ def test_the_previous_checkpoint_is_used_if_a_shard_is_damaged_or_gone(
     assert [path.name for path in second.local.shards.iterdir()] == [
         checkpoint.read(second.local.last_path)["shards"]["folder"]
     ], "what was brought of the other is gone"
+
+
+def test_a_checkpoint_that_names_other_files_as_shards_is_rejected(study: Study) -> None:
+    first = study.attempt(1)
+    state = {**state_after(1), "shards": {"folder": "x", "files": {"../../y": {"sha256": "0", "size": 1}}}}
+    with pytest.raises(StoredCheckpointError, match="names files that are not shards"):
+        first.kept._put_last("0001", state)
 
 
 def test_failed_shards_cost_only_their_checkpoint(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
