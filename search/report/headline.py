@@ -163,7 +163,7 @@ def _find_next_steps(
     steps += _find_edges(study, single) if single is not None else []
     if not study.is_spent(summary.finished):
         return steps
-    flat = count_flat_trials(study, summary) if single is not None else 0
+    flat = count_flat_trials(study, single) if single is not None else 0
     is_decided = finalists is not None and finalists.winner is not None
     n_parameters = max(len(trial.params) for trial in study.trials())
     why = "the best trials may differ by chance only" if is_tie else "the best of many trials is too optimistic"
@@ -205,13 +205,12 @@ def make_extend_options(study: StoredStudy, summary: Summary) -> tuple[str, str]
     return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
 
 
-def count_flat_trials(study: StoredStudy, summary: Summary) -> int:
-    """Return the number of trials that finished after the best one."""
-    ended = summary.best.datetime_complete if summary.best is not None else None
-    if ended is None:
-        return 0
-    finished = (trial for trial in study.trials() if trial.state.is_finished())
-    return sum(trial.datetime_complete is not None and trial.datetime_complete > ended for trial in finished)
+def count_flat_trials(study: StoredStudy, best: FrozenTrial) -> int:
+    """Return how many finished trials have larger numbers than the best one.
+
+    Not the order of ends, because a pruner that pauses trials ends most of them at the end of the search.
+    """
+    return sum(trial.state.is_finished() and trial.number > best.number for trial in study.trials())
 
 
 def _find_edges(study: StoredStudy, best: FrozenTrial) -> list[NextStep]:

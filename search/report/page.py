@@ -237,7 +237,9 @@ def _make_cards(
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
-        cards.append((spending.summary.replace("/", " / "), f"of the budget, {pluralize(summary.finished, 'trial')}"))
+        spent, _, unit = spending.summary.rpartition(" ")
+        trials = pluralize(summary.finished, "trial")
+        cards.append((spent.replace("/", " / "), f"{unit} of the budget, {trials}"))
     if summary.out_of_bounds:
         cards.append((str(summary.out_of_bounds), f"complete trials that violate {_join_bounds(study)}"))
     if headline.cost:

@@ -24,6 +24,9 @@ _DISABLED = re.compile(
     r"|prompt-optimization|scorers?|webhooks)))(/|$)"
 )
 _DISABLED_TEXT = b"hpsearch disables this feature of MLflow.\n"
+# The assistant's panel would open at the first visit, and cover a quarter of the page.
+_HIDE_ASSISTANT = b"""<script>localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")</script>
+<style>[data-assistant-ui] { display: none !important }</style></head>"""
 _UPLOAD_TEXT = b"Upload to the artifacts of a run, model or trace: EXPERIMENT/RUN/artifacts/FILE.\n"
 
 
@@ -54,11 +57,21 @@ def create_app() -> Asgi:
     """
     if (token := os.environ.get(TOKEN_VARIABLE)) is None:
         raise StorageError(f"{TOKEN_VARIABLE} is not set: start MLflow with hpsearch serve mlflow")
-    from mlflow.server.fastapi_app import app  # here, as the parent process of the server imports this module too
+    from mlflow.server import app as pages  # here, as the parent process of the server imports this module too
+    from mlflow.server.fastapi_app import app
 
+    pages.after_request(_hide_assistant)
     reject_local_locations(os.environ.get(_DESTINATION))
     origins = [origin.strip() for origin in os.environ.get(_ORIGINS, "").split(",") if origin.strip()]
     return guard_asgi(app, _MlflowGuard(token or None, origins))
+
+
+def _hide_assistant(response: Any) -> Any:
+    """Hide the button of MLflow's assistant in the page of the user interface."""
+    if response.mimetype == "text/html" and response.status_code == HTTPStatus.OK:
+        response.direct_passthrough = False  # of a file
+        response.set_data(response.get_data().replace(b"</head>", _HIDE_ASSISTANT))
+    return response
 
 
 def reject_local_locations(destination: str | None) -> None:

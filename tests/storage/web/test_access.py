@@ -132,6 +132,14 @@ def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
     assert _request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
 
 
+def test_the_page_of_mlflow_hides_the_disabled_assistant(stack: StackInfo, token: str) -> None:
+    request = Request(stack.tracking_uri, headers={"Authorization": f"Bearer {token}"})
+    with urlopen(request) as reply:
+        page = reply.read()
+    assert b"[data-assistant-ui] { display: none" in page
+    assert page.endswith(b"</html>")
+
+
 def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
     stack: StackInfo, token: str, tmp_path: Path
 ) -> None:
