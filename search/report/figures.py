@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
@@ -17,6 +15,7 @@ from hpsearch.search.console import pluralize
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import format_verdict_word
 from hpsearch.search.freeze_thaw.forecast_text import Forecast
+from hpsearch.search.report.importances import Importances
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value, is_feasible
@@ -84,59 +83,6 @@ def make_figure_data(
 def format_metric_label(spec: StudySpec) -> str:
     """Return the label of the metric in figures and tables; in a multi-objective study, of the first metric."""
     return spec.metric if spec.is_multi_objective else f"val {spec.metric}"
-
-
-@dataclass(frozen=True)
-class Importances:
-    """The importances of the parameters for one metric, estimated by PED-ANOVA (Watanabe et al. 2023).
-
-    Attributes:
-        shares: (parameter, importance), most important first; the sum of the importances is 1.
-        n_trials: number of complete trials from which the importances are estimated.
-        n_best: number of best trials that are compared with all trials.
-        trials_by_conditional: number of trials that have the parameter, by name of each conditional parameter.
-    """
-
-    shares: list[tuple[str, float]]
-    n_trials: int
-    n_best: int
-    trials_by_conditional: dict[str, int]
-
-
-_MIN_BEST_TRIALS = 5  # Optuna recommends at least 5, so that PED-ANOVA is stable
-_MIN_TRIALS = 4 * _MIN_BEST_TRIALS  # so that the best trials are at most a quarter of all
-_BEST_FRACTION = 0.1  # as in Optuna
-
-
-def compute_importances(study: StoredStudy, metric_index: int = 0) -> Importances | str:
-    """Return the importances of the parameters; if they are unavailable, a text with the reason.
-
-    Args:
-        study: the study.
-        metric_index: index of the metric in the values of a trial.
-    """
-    complete = [t for t in study.trials(TrialState.COMPLETE) if t.values and all(map(math.isfinite, t.values))]
-    names = {name for trial in complete for name in trial.params}
-    if len({name for t in study.trials() for name in t.params}) == 1:
-        return "Not available: the study has only one parameter."
-    if len(complete) < _MIN_TRIALS:
-        return f"Shown with {_MIN_TRIALS} or more complete trials; the study has {len(complete)}."
-    if len({trial.values[metric_index] for trial in complete}) == 1:  # Optuna would give all the same importance
-        return f"Not available: all {len(complete)} complete trials have the same value."
-    n_best = max(math.ceil(_BEST_FRACTION * len(complete)), _MIN_BEST_TRIALS)
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=n_best / len(complete))
-    # Optuna minimizes a custom target.
-    sign = -1.0 if study.spec.maximize_each[metric_index] else 1.0
-    target = (lambda t: sign * t.values[metric_index]) if study.spec.is_multi_objective else None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about experimental evaluators do not help the reader
-            found = optuna.importance.get_param_importances(study.open(), evaluator=evaluator, target=target)
-    except (ValueError, RuntimeError) as error:
-        return f"Not available yet: {error}"
-    counts = {name: sum(name in trial.params for trial in complete) for name in names}
-    conditional = {name: count for name, count in counts.items() if count < len(complete)}
-    return Importances(list(found.items()), len(complete), n_best, conditional)
 
 
 def round_for_json(value: float | None) -> float | None:

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.console import format_command, format_number, pluralize
 from hpsearch.search.finalists.table import Finalists
+from hpsearch.search.report.importances import compute_importances
 from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
@@ -26,6 +27,7 @@ _NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
 _EDGE = 0.02  # share of a range at either end that is its edge
 _MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
 _MIN_FAILURES = 3
+_IMPORTANT, _MAX_IMPORTANT = 0.1, 3  # smallest share of an important parameter, and their maximum number
 _FAILURE_SHARE = 0.05
 _TRIALS_PER_PARAMETER = 5  # below this number of trials, most of the space is unexplored
 
@@ -43,7 +45,8 @@ class Headline:
     """The answers of a study in a few lines, without a period.
 
     Attributes:
-        results: the lead of the best trial over the second, and over the default configuration.
+        results: the lead of the best trial over the second, and over the default configuration; the most important
+            parameters.
         gain: gain of the best trial over the default configuration; None if unknown.
         cost: time and epochs; empty if no trial has run.
         next_steps: findings with their commands, most important first.
@@ -80,6 +83,8 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
             ranks = ("tied", "ahead", "better", "no better")
             subject = f"in the search, trial {summary.best.number} was"
             results = [f"{subject} {line}" if line.startswith(ranks) else line for line in results]
+        if important := _format_importances(study, summary.best):
+            results.append(important)
     next_steps = _find_next_steps(study, summary, finalists, is_tie=is_tie)
     return Headline(results, gain, _format_cost(study, summary), next_steps)
 
@@ -136,6 +141,14 @@ def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, f
     if _is_same(top, value):
         return f"no better than the default configuration, trial {default.number}", 0.0
     return f"better than the default configuration, trial {default.number}, by {format_difference(gain)}", gain
+
+
+def _format_importances(study: StoredStudy, best: FrozenTrial) -> str:
+    """Return the most important parameters of the best trial: ``most important: lr (72%)``; empty if unknown."""
+    if isinstance(found := compute_importances(study), str):
+        return ""
+    shares = [f"{name} ({share:.0%})" for name, share in found.shares if share >= _IMPORTANT and name in best.params]
+    return f"most important: {', '.join(shares[:_MAX_IMPORTANT])}" if shares else ""
 
 
 def _format_cost(study: StoredStudy, summary: Summary) -> str:

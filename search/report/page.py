@@ -27,7 +27,6 @@ from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, for
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.report.figures import (
     compute_hypervolume_history,
-    compute_importances,
     format_front_headline,
     format_metric_label,
     make_figure_data,
@@ -36,6 +35,7 @@ from hpsearch.search.report.figures import (
     make_front_section,
 )
 from hpsearch.search.report.headline import Headline, make_headline
+from hpsearch.search.report.importances import compute_importances
 from hpsearch.search.report.show import describe_model, forecast_trials, format_last_failure, format_utc
 from hpsearch.search.report.trials import (
     compute_epoch_usage,

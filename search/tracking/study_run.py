@@ -247,7 +247,9 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         for step, (at, value) in enumerate(list_best_values(study), 1)
         for metric in make_metrics(step, at.timestamp(), {f"search_best_val_{study.spec.metric}": value})
     ]
-    tracking.end_study_run(parent, tags=tags, metrics=course, is_finished=study.is_spent(summary.finished))
+    ends = [int(t.datetime_complete.timestamp() * 1000) for t in study.trials() if t.datetime_complete is not None]
+    end_ms = max(ends, default=None) if study.is_spent(summary.finished) else None
+    tracking.end_study_run(parent, tags=tags, metrics=course, end_ms=end_ms)
     write_note(study, summary)
 
 

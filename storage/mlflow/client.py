@@ -224,13 +224,20 @@ class Tracking:
 
     @_retry
     def end_study_run(
-        self, run_id: str, *, tags: Mapping[str, str], metrics: Sequence[Metric], is_finished: bool
+        self, run_id: str, *, tags: Mapping[str, str], metrics: Sequence[Metric], end_ms: int | None
     ) -> None:
-        """Log the results of a study to its parent run, and end the run if the study is finished."""
+        """Log the results of a study to its parent run, and end the run.
+
+        Args:
+            run_id: the id of the run.
+            tags: the tags to set.
+            metrics: the metrics to log.
+            end_ms: the end time in unix milliseconds; None if the study is not finished.
+        """
         for start in range(0, max(len(metrics), 1), _MAX_METRICS):
             self.log(run_id, metrics=metrics[start : start + _MAX_METRICS], tags=tags)
-        if is_finished:
-            self.client.set_terminated(run_id, status="FINISHED")
+        if end_ms is not None:
+            self.client.set_terminated(run_id, status="FINISHED", end_time=end_ms)
 
     @_retry
     def annotate_run(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import Importances, compute_hypervolume_history, compute_importances
+from hpsearch.search.report.figures import compute_hypervolume_history
+from hpsearch.search.report.importances import Importances, compute_importances
 from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import list_violations

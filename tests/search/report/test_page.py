@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch.search.console import format_command
 from hpsearch.search.report import trials as shown
 from hpsearch.search.report import update_report, write_report
-from hpsearch.search.report.figures import Importances, compute_importances
+from hpsearch.search.report.importances import Importances, compute_importances
 from hpsearch.search.report.show import format_summary
 from hpsearch.search.services import Services
 from hpsearch.search.study.summary import summarise
@@ -85,7 +85,7 @@ def test_names_of_users_are_escaped_and_the_data_are_valid_json(page: str) -> No
             "one trial",
             [
                 "Trial 0, the only trial so far: validation accuracy 0.5000",
-                "Shown with 20 or more complete trials; the study has 1.",
+                "Shown with 20 or more complete or pruned trials; the study has 1.",
             ],
         ),
         ("failures alone", ["No trial is complete yet. Last failure: trial 1: ", "2 failed"]),
@@ -122,7 +122,7 @@ def test_a_single_parameter_has_no_importance(database_url: str) -> None:
 def test_equal_values_give_no_importances(database_url: str) -> None:
     """Optuna's evaluator assigns equal importances."""
     study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(20)])
-    assert compute_importances(study) == "Not available: all 20 complete trials have the same value."
+    assert compute_importances(study) == "Not available: all 20 trials have the same value."
 
 
 def test_importances_need_trials_and_mark_conditional_parameters(database_url: str) -> None:
@@ -135,13 +135,29 @@ def test_importances_need_trials_and_mark_conditional_parameters(database_url: s
 
     storage = open_storage(database_url, application_name="test")
     assert compute_importances(search(storage, "few", [made(n) for n in range(19)])) == (
-        "Shown with 20 or more complete trials; the study has 19."
+        "Shown with 20 or more complete or pruned trials; the study has 19."
     )
     found = compute_importances(search(storage, "enough", [made(n) for n in range(20)]))
     assert isinstance(found, Importances)
     assert found.shares[0][0] == "width"
     assert (found.n_trials, found.n_best) == (20, 5)
     assert found.trials_by_conditional == {"sgd_lr": 10, "adam_lr": 10}
+
+
+def test_pruned_trials_count_for_importances(database_url: str) -> None:
+    """They are worse than complete ones, whatever their values, and better the longer they trained."""
+
+    def made(number: int) -> FrozenTrial:
+        space = {"width": IntDistribution(0, 100), "lr": FloatDistribution(0.0, 1.0)}
+        params = {"width": 40 if number % 5 == 0 else number % 40, "lr": number * 7 % 20 / 20}
+        epochs = dict.fromkeys(range(1 + number % 5), 0.9)
+        if number % 5 == 0:
+            return create_trial(value=0.1 + number / 100, params=params, distributions=space)
+        return create_trial(state=TrialState.PRUNED, params=params, distributions=space, intermediate_values=epochs)
+
+    found = compute_importances(search(open_storage(database_url, application_name="t"), "s", [*map(made, range(25))]))
+    assert isinstance(found, Importances)
+    assert (found.n_trials, found.n_best, found.has_pruned, found.shares[0][0]) == (25, 5, True, "width")
 
 
 def test_the_report_and_the_summary_read_what_mlflow_received_meanwhile(database_url: str, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_the_result_of_a_study_has_a_course_a_description_and_a_view(own_tracked
     assert [(point.step, point.value) for point in course] == list(enumerate(best, 1))
     run = tracking.client.get_run(parent)
     assert not [name for name in run.data.metrics if name.startswith("best_")], "it would be sorted among the trials"
+    ends = [trial.datetime_complete for trial in own_tracked.stored.trials() if trial.datetime_complete is not None]
+    assert run.info.end_time == int(max(ends).timestamp() * 1000), "not the time of the report"
     assert "Best: trial" in run.data.tags["mlflow.note.content"]
     finished = summarise(own_tracked.stored).finished
     assert run.data.tags["hpsearch.trials"] == own_tracked.stored.format_progress(finished).removesuffix(" trials")
