@@ -1,5 +1,8 @@
 """Keys of the user attributes that hpsearch stores in Optuna's tables, and that the Optuna dashboard displays."""
 
+import json
+from typing import Any
+
 # Attributes of a study.
 SPEC = "hpsearch:spec"  # the fields of hpsearch.search.spec.StudySpec, as JSON
 STOPPED = "hpsearch:stopped"  # user, host and time of the stop request
@@ -47,3 +50,15 @@ REFIT = "hpsearch:refit"  # refits on training and validation data: {"train_loss
 
 # Attribute of multi-objective trials as samplers receive them; not stored.
 VALUES = "hpsearch:values"  # {step: values of all metrics, in the order of the study's directions}
+
+
+class DamagedValue(str):
+    """The text of an attribute in the database that is not valid JSON."""
+
+
+def decode_attr(text: str) -> Any:
+    """Return the value of an attribute from its JSON text; a `DamagedValue` if the text is not valid JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return DamagedValue(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 
 
 def format_error(error: object, length: int | None = None) -> str:
@@ -30,6 +31,16 @@ class StorageError(Exception):
 
 class StudyNotFoundError(KeyError):
     """Study that does not exist, for example because another command has deleted it."""
+
+
+class DamagedStudyError(StorageError):
+    """Study with an attribute in the database that is not valid JSON or has another type."""
+
+    def __init__(self, study: str, key: str) -> None:
+        super().__init__(
+            f"the settings of study {study!r} in the database are damaged (attribute {key!r}); restore a backup, or "
+            f"delete the study with: hpsearch delete {shlex.quote(study)}"
+        )
 
 
 class ServiceUnavailableError(StorageError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import optuna
@@ -23,7 +23,7 @@ from hpsearch.search.study.study import (
     open_study_tracking,
 )
 from hpsearch.search.tracking.study_run import log_report
-from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
+from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED, DamagedValue
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import resolve_home
 from hpsearch.storage.mlflow.client import Tracking
@@ -109,6 +109,7 @@ class StudyRow:
         is_finalist_study: whether the study retrains the finalists of another study.
         is_refit_study: whether the study refits the winner of another study.
         is_from_hpsearch: whether hpsearch created the study.
+        is_damaged: whether an attribute of the study in the database is damaged; then only the name is known.
     """
 
     name: str
@@ -130,6 +131,7 @@ class StudyRow:
     is_finalist_study: bool = False
     is_refit_study: bool = False
     is_from_hpsearch: bool = True
+    is_damaged: bool = False
 
 
 def open_services(where: Addresses, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
@@ -182,6 +184,11 @@ def list_studies(where: Addresses) -> list[StudyRow]:
 
 
 def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
+    values = frozen.user_attrs.values()
+    if any(isinstance(value, DamagedValue) for value in values) or not isinstance(
+        frozen.user_attrs.get(SPEC, {}), Mapping
+    ):
+        return StudyRow(frozen.study_name, is_from_hpsearch=False, is_damaged=True)
     try:
         spec, engine = parse_stored_spec(frozen.user_attrs[SPEC]), storage.engine
     except (KeyError, SearchError):  # created by another program, or by another version with other settings

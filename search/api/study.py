@@ -730,15 +730,21 @@ def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
 def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
     """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted names.
 
-    There is no confirmation prompt. Runs and models in MLflow are kept.
+    There is no confirmation prompt. Runs and models in MLflow are kept. If the study's settings in the database are
+    damaged, its files are kept too.
 
     Example:
         assert delete_study("example") == ["example.finalists", "example.refit", "example"]
     """
     from hpsearch.search.api import opening
     from hpsearch.search.study import cleanup
+    from hpsearch.storage.errors import DamagedStudyError
 
-    stored, services = opening.open_study(name, where)
+    try:
+        stored, services = opening.open_study(name, where)
+    except DamagedStudyError:
+        cleanup.delete_damaged_study(opening.open_services(where)[1], name)
+        return [name]
     return cleanup.delete_study(services, stored)
 
 

@@ -48,6 +48,8 @@ def studies(where: o.Addresses) -> None:
 def _format_row(row: StudyRow) -> dict[str, str]:
     from hpsearch.objectives.errors import format_path
 
+    if row.is_damaged:
+        return {"study": row.name, "objective": "(damaged)"}
     if not row.is_from_hpsearch:
         return {"study": row.name, "objective": "(not created by hpsearch)"}
     kind = " (finalists)" if row.is_finalist_study else " (refit)" if row.is_refit_study else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -179,13 +180,23 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
 
     Deletes the trials, finalists, refits, checkpoints, and the study's files on this machine.
     """
+    from hpsearch.search.api.opening import open_services
     from hpsearch.search.api.study import Study
-    from hpsearch.search.study.cleanup import delete_study, describe_deletion
+    from hpsearch.search.study.cleanup import delete_damaged_study, delete_study, describe_deletion
+    from hpsearch.storage.errors import DamagedStudyError
 
-    study = Study.open(name, **where)
-    if not yes and not confirm(f"delete {describe_deletion(study._stored)}?"):
+    study = None
+    with suppress(DamagedStudyError):
+        study = Study.open(name, **where)
+    described = f"study {name}, whose settings are damaged" if study is None else describe_deletion(study._stored)
+    if not yes and not confirm(f"delete {described}?"):
         echo("cancelled: nothing was deleted")
         raise typer.Exit(1)
+    if study is None:
+        services, storage = open_services(where)
+        delete_damaged_study(storage, name)
+        echo(f"deleted study {name}; its MLflow runs, and its folders named {name}-... in {services.home}, are kept")
+        return
     for deleted in delete_study(study._services, study._stored):
         echo(f"deleted study {deleted}; its MLflow runs are kept")
 

@@ -28,7 +28,7 @@ from hpsearch.search.study.study import load_parent_study, load_study
 from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import DamagedStudyError, StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import MlflowArtifactStore
 from hpsearch.storage.mlflow.client import Tracking
@@ -106,7 +106,7 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
         if version is not None and trial is not None:
             try:
                 _record(connection, storage, tracking, trial, version, key[1])
-            except SearchError as error:  # a study that was renamed must not stop the records of others
+            except (SearchError, DamagedStudyError) as error:  # must not stop the records of others
                 log.warning("promotion %s@%s not recorded: %s", *key, error)
                 continue
             changed.add(trial.study_name)
@@ -153,8 +153,8 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
         if study.spec.finalists_of is not None:
             study = load_parent_study(study)
         write_note(study, summarise(study))
-    except (SearchError, KeyError):
-        log.info("study %s: note not updated, the study was deleted", name)
+    except (SearchError, DamagedStudyError, KeyError):
+        log.info("study %s: note not updated, the study was deleted or is damaged", name)
 
 
 class RegistryWatcher:

@@ -21,6 +21,7 @@ from hpsearch.search.study.study import (
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
+from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
@@ -53,7 +54,7 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
             study = load_study(storage, summary.study_name)
             if get_outbox_folder(home, study).is_dir():
                 found.append(study)
-        except SearchError:  # not created by hpsearch, renamed, or with a folder name of another study
+        except (SearchError, DamagedStudyError):  # such as a study of another program
             continue
     return found
 

@@ -37,7 +37,9 @@ from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.history import read_finalist_studies, read_refit_studies
+from hpsearch.storage.trials.lost_attempts import count_running_trials
 
 KEPT_TOP_TRIALS = 5
 _REMOVED_BY_GC = "hpsearch gc removed its model and its best checkpoint"
@@ -248,12 +250,16 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
     names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
     companions = [load_study(study.storage, name) for some in names for name in some]
     for each in (study, *companions):
-        if running := count_running(each):
-            raise SearchError(
-                f"study {each.spec.name!r} has {pluralize(running, 'running trial')}; "
-                f"stop the study first with {format_command('stop', each.spec.name)}"
-            )
+        _require_idle(each.spec.name, count_running(each))
     return [*companions, study]
+
+
+def _require_idle(name: str, running: int) -> None:
+    if running:
+        raise SearchError(
+            f"study {name!r} has {pluralize(running, 'running trial')}; "
+            f"stop the study first with {format_command('stop', name)}"
+        )
 
 
 def describe_deletion(study: StoredStudy) -> str:
@@ -266,6 +272,19 @@ def describe_deletion(study: StoredStudy) -> str:
     items += ", its finalist and refit studies" if len(list_studies_to_delete(study)) > 1 else ""
     evaluation = read_test_evaluation(study.engine, study.study_id)
     return items + (", and the record of its test evaluation" if evaluation else "")
+
+
+def delete_damaged_study(storage: PostgresStorage, name: str) -> None:
+    """Delete the database rows of a study with damaged attributes.
+
+    Its files are kept, because the name of its folder may be damaged too.
+
+    Raises:
+        SearchError: the study has running trials.
+    """
+    study_id = storage.get_study_id_from_name(name)
+    _require_idle(name, count_running_trials(storage.engine, study_id))
+    storage.delete_study(study_id)
 
 
 def delete_study(services: Services, study: StoredStudy) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,7 @@ from hpsearch.storage.attributes import (
     TRACKING_URI,
     VERSION,
 )
+from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -263,6 +265,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
 
     Raises:
         SearchError: the study does not exist, was renamed, or was not created by hpsearch.
+        DamagedStudyError: an attribute of the study is damaged.
     """
     study_id = find_study(storage, name)
     if study_id is None:
@@ -272,6 +275,8 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} was not created by hpsearch; give another study")
+    if not isinstance(stored, Mapping):
+        raise DamagedStudyError(name, SPEC)
     spec = parse_stored_spec(stored)
     if spec.name != name:  # otherwise a worker's role could direct a command for this study to another one
         raise SearchError(

@@ -58,13 +58,15 @@ def record_study_ids(cursor: Any) -> None:
 
 
 # Clear the mark of unsent records of trials whose run reached MLflow after the snapshot of the studies.
+# CASE guarantees the order of evaluation: other attributes may contain NaN or damaged JSON, which Postgres rejects.
 _RECORD_UPLOADED = """
     WITH arrived AS (
         SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
           FROM jsonb_to_recordset(%(runs)s) AS r (study_id int, number int, run_id text, model text)
           JOIN trials t ON t.study_id = r.study_id AND t.number = r.number
           JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = %(tracking)s
-         WHERE t.state = 'COMPLETE' AND starts_with(a.value_json::jsonb #>> '{}', %(pending)s)
+         WHERE t.state = 'COMPLETE'
+           AND CASE WHEN a.key = %(tracking)s THEN starts_with(a.value_json::jsonb #>> '{}', %(pending)s) END
     ), noted AS (
         INSERT INTO trial_user_attributes (trial_id, key, value_json)
         SELECT trial_id, key, to_json(value)::text
@@ -220,7 +222,7 @@ def find_studies_with_unsent_trials(studies: Any) -> list[str]:
         """
         SELECT DISTINCT s.study_name
           FROM trials t JOIN studies s USING (study_id) JOIN trial_user_attributes a USING (trial_id)
-         WHERE t.state = 'COMPLETE' AND a.key = %s AND starts_with(a.value_json::jsonb #>> '{}', %s)
+         WHERE t.state = 'COMPLETE' AND CASE WHEN a.key = %s THEN starts_with(a.value_json::jsonb #>> '{}', %s) END
          ORDER BY s.study_name
         """,
         (TRACKING, PENDING),
@@ -263,7 +265,8 @@ def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]
     """
     urls = [f"{scheme}{home}/checkpoints" for scheme in ("", "file://")]
     studies.execute(
-        "DELETE FROM study_user_attributes WHERE key = %s AND rtrim(value_json::jsonb #>> '{}', '/') = ANY(%s)",
+        "DELETE FROM study_user_attributes "
+        "WHERE CASE WHEN key = %s THEN rtrim(value_json::jsonb #>> '{}', '/') = ANY(%s) END",
         (CHECKPOINT_URL, urls),
     )
     studies.execute(

@@ -31,10 +31,11 @@ def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, StoredFile]:
 
 
 # A trial whose model MLflow has not received yet. If the machine with the model does not return, another machine
-# builds the model again from the checkpoint.
+# builds the model again from the checkpoint. CASE guarantees the order of evaluation: other attributes may contain NaN
+# or damaged JSON, which Postgres rejects.
 _IS_UPLOADING = """
     EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = :tracking
-               AND starts_with(a.value_json::jsonb #>> '{}', :pending))
+               AND CASE WHEN a.key = :tracking THEN starts_with(a.value_json::jsonb #>> '{}', :pending) END)
 """
 _PARAMETERS = {"tracking": TRACKING, "pending": PENDING}
 

@@ -101,10 +101,11 @@ class TrialLinks:
 
 
 _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
+# CASE guarantees the order of evaluation: other attributes may contain NaN or damaged JSON, which Postgres rejects.
 _PENDING = sa.text("""
     SELECT t.trial_id FROM trials t JOIN trial_user_attributes a USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND a.key = :tracking
-       AND starts_with(a.value_json::jsonb #>> '{}', :pending)
+       AND CASE WHEN a.key = :tracking THEN starts_with(a.value_json::jsonb #>> '{}', :pending) END
 """)
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
 _SET_ATTR = sa.text("""

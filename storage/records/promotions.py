@@ -105,7 +105,7 @@ _MODEL_SHA256 = sa.text("""
       ORDER BY promotion_id LIMIT 1)
     UNION ALL
     (SELECT value_json::jsonb ->> :model FROM trial_user_attributes
-      WHERE key = :key AND value_json::jsonb ->> :model IS NOT NULL ORDER BY trial_id LIMIT 1)
+      WHERE CASE WHEN key = :key THEN value_json::jsonb ->> :model IS NOT NULL END ORDER BY trial_id LIMIT 1)
     LIMIT 1
 """)
 

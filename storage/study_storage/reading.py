@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.storage.attributes import decode_attr
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import decode_value
 from hpsearch.storage.study_storage.studies import require_study
@@ -264,7 +265,7 @@ def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial
 
 
 def _attrs(known: dict[str, Any], keys: Sequence[str] | None, texts: Sequence[str] | None) -> dict[str, Any]:
-    return known | {key: json.loads(text) for key, text in zip(keys or (), texts or (), strict=True)}
+    return known | {key: decode_attr(text) for key, text in zip(keys or (), texts or (), strict=True)}
 
 
 _FINISHED_DETAILS = """
@@ -316,10 +317,10 @@ def _fill_values_and_attrs(database: Database, trials: dict[int, FrozenTrial], o
             trial.values = [*(trial.values or ()), decode_value(value, kind)]
     for trial_id, key, text in fetch("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
         if trial_id in trials:
-            trials[trial_id]._user_attrs[key] = json.loads(text)
+            trials[trial_id]._user_attrs[key] = decode_attr(text)
     for trial_id, key, text in fetch("trial_system_attributes", "trial_system_attribute_id", "key, value_json"):
         if trial_id in trials:
-            trials[trial_id]._system_attrs[key] = json.loads(text)
+            trials[trial_id]._system_attrs[key] = decode_attr(text)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
+from hpsearch.storage.attributes import DamagedValue, decode_attr
 from hpsearch.storage.database.statements import Database, Rows, to_sql
-from hpsearch.storage.errors import StudyNotFoundError
+from hpsearch.storage.errors import DamagedStudyError, StudyNotFoundError
 from hpsearch.storage.study_storage.lost_replies import has_study
 
 AttrKind = Literal["user", "system"]
@@ -155,24 +156,34 @@ def set_attrs_in(connection: sa.Connection, study_id: int, attrs: Mapping[str, A
 
 
 def get_attrs(database: Database, kind: AttrKind, study_id: int) -> dict[str, Any]:
-    """Return the attributes of a study; raises KeyError if the study does not exist."""
+    """Return the attributes of a study.
+
+    Raises:
+        KeyError: the study does not exist.
+        DamagedStudyError: an attribute is not valid JSON.
+    """
     statement = f"""
-        SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
+        SELECT s.study_name, a.key, a.value_json
+          FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
          WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id
     """  # noqa: S608 `kind` is one of two literals
     rows = require_study(database.fetch_rows(statement, {"study_id": study_id}), study_id)
-    return {row.key: json.loads(row.value_json) for row in rows if row.key is not None}
+    attrs = {row.key: decode_attr(row.value_json) for row in rows if row.key is not None}
+    for key, value in attrs.items():
+        if isinstance(value, DamagedValue):
+            raise DamagedStudyError(rows[0].study_name, key)
+    return attrs
 
 
 def read_studies(database: Database) -> list[FrozenStudy]:
-    """Return all studies in the order of ids."""
+    """Return all studies in the order of ids. Attributes that are not valid JSON are `DamagedValue` objects."""
     return [
         FrozenStudy(
             study_name=row.study_name,
             direction=None,
             directions=[StudyDirection[name] for name in row.directions],
-            user_attrs={key: json.loads(value) for key, value in row.user_attrs},
-            system_attrs={key: json.loads(value) for key, value in row.system_attrs},
+            user_attrs={key: decode_attr(value) for key, value in row.user_attrs},
+            system_attrs={key: decode_attr(value) for key, value in row.system_attrs},
             study_id=row.study_id,
         )
         for row in database.fetch_rows(_SELECT_ALL, {})

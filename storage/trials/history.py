@@ -9,7 +9,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, VIOLATIONS
+from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, VIOLATIONS, decode_attr
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, format_progress
@@ -277,12 +277,10 @@ def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, l
     return dict(found)
 
 
-# CASE guarantees the order of evaluation: other attributes may contain NaN, which Postgres rejects as JSON.
-_SELECT_FINALIST_STUDIES = sa.text("""
-    SELECT study_name, value_json::jsonb -> 'finalists_of' ->> 'refit' IS NOT NULL AS is_refit
-      FROM studies JOIN study_user_attributes USING (study_id)
-     WHERE CASE WHEN key = :spec THEN (value_json::jsonb -> 'finalists_of' ->> 'study_id')::int = :study END
-     ORDER BY study_id
+# Specs are decoded in Python: a damaged spec, which Postgres rejects as JSON, must affect its own study only.
+_SELECT_FINALIST_STUDIES = sa.text(r"""
+    SELECT study_name, value_json FROM studies JOIN study_user_attributes USING (study_id)
+     WHERE key = :spec AND value_json ~ '"finalists_of"\s*:\s*\{' ORDER BY study_id
 """)
 
 
@@ -297,17 +295,19 @@ def read_refit_studies(engine: sa.Engine, study_id: int) -> list[str]:
 
 
 def _read_names(engine: sa.Engine, study_id: int, *, refits: bool) -> list[str]:
-    rows = Database(engine).fetch_rows(_SELECT_FINALIST_STUDIES, {"spec": SPEC, "study": study_id})
-    return [row.study_name for row in rows if row.is_refit == refits]
+    found = []
+    for row in Database(engine).fetch_rows(_SELECT_FINALIST_STUDIES, {"spec": SPEC}):
+        spec = decode_attr(row.value_json)
+        of = spec.get("finalists_of") if isinstance(spec, dict) else None
+        if isinstance(of, dict) and of.get("study_id") == study_id and (of.get("refit") is not None) == refits:
+            found.append(row.study_name)
+    return found
 
 
-_SELECT_OTHER_OWNER = """
-    SELECT 1 AS found FROM study_user_attributes
-     WHERE key = :key AND value_json::jsonb = to_jsonb(CAST(:folder AS text)) AND study_id <> :study LIMIT 1
-"""
+_SELECT_OTHER_FOLDERS = "SELECT value_json FROM study_user_attributes WHERE key = :key AND study_id <> :study"
 
 
 def has_other_owner(engine: sa.Engine, study_id: int, folder: str) -> bool:
     """Return whether another study has stored the name of a folder as its own."""
-    parameters = {"key": FOLDER_NAME, "folder": folder, "study": study_id}
-    return bool(Database(engine).fetch_rows(_SELECT_OTHER_OWNER, parameters))
+    rows = Database(engine).fetch_rows(_SELECT_OTHER_FOLDERS, {"key": FOLDER_NAME, "study": study_id})
+    return any(decode_attr(row.value_json) == folder for row in rows)

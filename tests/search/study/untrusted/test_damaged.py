@@ -1,0 +1,61 @@
+"""A damaged attribute of a study affects this study only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+import sqlalchemy as sa
+
+from hpsearch.search.api.study import delete_study, list_studies
+from hpsearch.search.cli import run_command
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, TRACKING
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from tests.factories import spec_of
+from tests.search.study.untrusted.support import TOKEN, make_study, read_error
+
+
+@pytest.mark.parametrize("key", [SPEC, FOLDER_NAME, EARLY_TERMINATION])
+@pytest.mark.parametrize("text", ['{"version": 1, "na', "[" * 5000, '{"finalists_of": {', "[" * 5000 + "]" * 5000])
+def test_a_damaged_study_can_be_listed_and_deleted(
+    home: Path, storage: PostgresStorage, owner_url: str, capsys: pytest.CaptureFixture[str], key: str, text: str
+) -> None:
+    damaged = make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}"})
+    other = optuna.create_study(study_name="q", storage=storage)._study_id
+    storage.set_study_user_attr(other, SPEC, spec_of(name="none").model_dump() | {"name": "q"})
+    storage.set_study_user_attr(other, FOLDER_NAME, f"q-{TOKEN}")
+    kept = home / "runs" / f"s-{TOKEN}"
+    kept.mkdir(parents=True)
+    engine = sa.create_engine(owner_url)
+    with engine.begin() as connection:
+        connection.execute(
+            sa.text(
+                "INSERT INTO study_user_attributes (study_id, key, value_json) VALUES (:study, :key, :text) "
+                "ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json"
+            ),
+            {"study": damaged, "key": key, "text": text},
+        )
+    engine.dispose()
+    assert [(row.name, row.is_damaged) for row in list_studies()] == [("q", False), ("s", True)]
+    assert load_study(storage, "q").folder == f"q-{TOKEN}"
+    assert run_command(["show", "q"]) == 0
+    for command in (["show", "s"], ["report", "s"], ["stop", "s"], ["worker", "--study", "s"]):
+        assert run_command(command) == 2
+        error = read_error(capsys)
+        assert f"the settings of study 's' in the database are damaged (attribute '{key}')" in error
+        assert "hpsearch delete s" in error
+    assert delete_study("q") == ["q"]
+    assert run_command(["delete", "s", "--yes"]) == 0
+    assert "deleted study s" in capsys.readouterr().out
+    assert kept.is_dir(), "the folder's name may be damaged"
+    assert list_studies() == []
+
+
+def test_attributes_that_are_not_json_do_not_hide_pending_trials(storage: PostgresStorage) -> None:
+    study = make_study(storage)
+    attrs = {"a": float("nan"), TRACKING: "pending: on its way", "z": float("inf")}
+    number = storage.import_trials(study, [optuna.trial.create_trial(value=0.5, user_attrs=attrs)])
+    assert RunLinks(storage.engine).list_pending_trials(study) == set(number)
