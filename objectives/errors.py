@@ -184,9 +184,9 @@ def wrap_user_errors(what: str) -> Iterator[None]:
     try:
         with keep_recursion_limit():
             yield
-    except ObjectiveError:
+    except (ObjectiveError, KeyboardInterrupt, GeneratorExit):  # a closed generator may end within the block
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except BaseException as error:  # whatever the user's code raises
         if is_out_of_memory(error):
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error

@@ -89,7 +89,9 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
     try:
         with keep_recursion_limit():
             objective = cls()
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's code raises
         raise ObjectiveError(f"{cls.__name__}() failed: {format_user_error(error, find_source_file(cls))}") from error
     _check(objective)
     return objective
@@ -280,9 +282,9 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
         with keep_recursion_limit():
             yield
-    except ObjectiveError:
+    except (ObjectiveError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # whatever the user's code raises
         text = format_user_error(error, file)
         if file is not None and isinstance(error, SyntaxError) and "null bytes" in get_message(error):
             text = f"{format_path(file)} is not a text file in UTF-8; save it as UTF-8"

@@ -202,13 +202,15 @@ class LoopRun(BaseLoopRun):
             self.objective.run(trial)
             if trial.failure is None:
                 trial.barrier(f"ends after epoch {self.curve.next_epoch}")
-        except Exception as error:  # whatever the user's code raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever the user's code raises
             if trial.failure is None:
                 self._raise(error)
         if trial.failure is not None:  # the loop may have caught the error of `report`
             raise trial.failure
 
-    def _raise(self, error: Exception) -> NoReturn:
+    def _raise(self, error: BaseException) -> NoReturn:
         """Raise the loop's error as an ObjectiveError with the user's file and line; the log has the traceback."""
         if isinstance(error, (ObjectiveError, NonFiniteError)):
             raise error

@@ -211,11 +211,11 @@ class ObjectiveProcess:
                 answer = function(objective, spec), None
             except USER_ERRORS as error:
                 answer = None, str(error)
-            except (SystemExit, KeyboardInterrupt) as error:  # of the objective's code
-                fault = f"raises {type(error).__name__} in a check before the first trial; remove it"
-                answer = None, f"objective {self._reference!r} {fault}"
             except Exception:
                 sys.excepthook(*sys.exc_info())
+            except BaseException as error:  # of the objective's code
+                fault = f"raises {type(error).__name__} in a check before the first trial; remove it"
+                answer = None, f"objective {self._reference!r} {fault}"
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(answer)

@@ -113,7 +113,9 @@ class Attempt:
             raise
         except (ClaimLostError, RankLostError, *SERVICE_ERRORS):
             raise
-        except (Exception, SystemExit) as error:  # errors of the user's code end the trial, not the worker
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # errors of the user's code, of any kind, end the trial, not the worker
             return self._fail(error)
         if result.status != "stopped":
             return self._finish(result)

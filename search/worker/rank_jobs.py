@@ -66,9 +66,9 @@ def run_follower_rank(ranks: Ranks, *, device: str | None) -> int:
                 objective = loaded[name] = loaded.get(name) or load_objective(name)
                 set_metrics(objective, job.spec)
                 fit(objective, job.config, job.plan, device=device)
-        except RankLostError:
+        except (RankLostError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # rank 0 raises the same error and ends the trial
+        except BaseException as error:  # rank 0 raises the same error and ends the trial
             log.debug("rank %d: %s", ranks.rank, error)
     return job
 

@@ -166,6 +166,7 @@ def test_an_objective_that_is_not_found_is_an_error_with_a_remedy(write, referen
         ("\nimport no_such_module\n", "mine.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
         ("from torch import no_such_thing\n", "mine.py:1: ImportError: cannot import name 'no_such_thing'"),
         ("import sys\nsys.exit(3)\n", "mine.py:2: SystemExit: 3"),
+        ("import asyncio\nraise asyncio.CancelledError\n", "mine.py:2: CancelledError"),
         ("raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})\n", "mine.py:1: Mute"),
         ("raise RuntimeError('two\\nlines')\n", "mine.py:1: RuntimeError: two"),
         ("import wrong_neighbour\n", "wrong_neighbour.py:2: SyntaxError"),

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+from asyncio import CancelledError
 
 import numpy as np
 import pytest
@@ -213,6 +214,10 @@ def test_an_exception_of_report_ends_the_run_even_if_the_loop_catches_it():
         _fit(type("Deaf", (Gan,), {"run": run})(), session=Lost())
 
 
+def _raise(error):
+    raise error
+
+
 def _reporting(*reports, outside=False):
     def run(self, trial):
         if outside:
@@ -256,6 +261,8 @@ def _reporting(*reports, outside=False):
             "Odd.suggest: 'f' must be a JSON value",
         ),
         (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
+        (type("Wrong", (Gan,), {"run": lambda *_: _raise(GeneratorExit())}), r"Wrong.run: .*:\d+: GeneratorExit"),
+        (type("Wrong", (Gan,), {"suggest": lambda *_: _raise(CancelledError())}), r"Wrong.suggest: .*CancelledError"),
     ],
 )
 def test_mistakes_have_clear_errors(objective, message):

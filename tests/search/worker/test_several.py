@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 
 from hpsearch import LoopObjective
 
-KINDS = ["good", "better", "small", "silent", "large", "costly", "nan", "memory", "poor", "poorer"]
+KINDS = ["good", "better", "small", "silent", "large", "costly", "nan", "memory", "poor", "poorer", "end"]
 
 
 class Kinds(LoopObjective):
@@ -48,6 +49,8 @@ class Kinds(LoopObjective):
         if kind == "memory" and begun.exists():
             raise torch.OutOfMemoryError("CUDA out of memory")
         begun.touch()
+        if kind == "end":
+            raise type("End", (BaseException,), {})("of its own kind")
         for epoch in trial.epochs():
             score = {"better": 0.9, "small": 0.3, "memory": 0.2, "poor": 0.15, "poorer": 0.1}.get(kind, 0.5)
             numbers = {"score": score if epoch != 1 else score + 0.05, "cost": 10.0 - epoch, "parameters": 10.0}
@@ -98,10 +101,12 @@ def tags(stack: StackInfo, trial: FrozenTrial) -> dict[str, str]:
 
 
 def test_outcomes_of_multi_objective_trials(ran: Ran, stack: StackInfo, database_url: str) -> None:
-    study = ran("good", "better", "small", "silent", "large", "costly", "nan", pruner="none", **SEVERAL, **BOUNDS)
-    good, better, small, silent, large, costly, nan = study.trials
+    kinds = ("good", "better", "small", "silent", "large", "costly", "nan", "end")
+    study = ran(*kinds, pruner="none", **SEVERAL, **BOUNDS)
+    good, better, small, silent, large, costly, nan, end = study.trials
     ends = [trial.state.name for trial in study.trials]
-    assert ends == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
+    assert ends == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED", "FAIL"]
+    assert re.search(r"Kinds.run: .*kinds.py:\d+: End: of its own kind", reason(end))
     assert good.values == [0.55, 9.0], "those of the epoch that is best by the first metric"
     assert reason(good) == "best score 0.55 at epoch 2"
     assert "metric 'cost' is required by the study but not reported" in reason(silent)
