@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
 from hpsearch.storage.errors import DamagedStudyError
+from hpsearch.storage.journals.journal import JOURNAL_FILE
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
@@ -88,7 +90,15 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         console.print(f"{name}, {problem}", style="yellow")
     if left:
         reason = f" ({tracker.sender.unavailable_reason})" if tracker.sender.unavailable_reason else ""
-        console.print(f"{text}, {left} not sent{reason}; try again with: {format_command('sync', name)}")
+        damaged = tracker.outbox.find_damaged()
+        for folder in damaged:
+            console.print(
+                f"{name}: the journal in {folder} is missing or damaged; restore {JOURNAL_FILE}, or give up its "
+                f"records with: rm -r {shlex.quote(str(folder))}",
+                style="yellow",
+            )
+        again = "" if left == len(damaged) else f"; try again with: {format_command('sync', name)}"
+        console.print(f"{text}, {left} not sent{reason}{again}")
     else:
         report = publish_result(services, study, tracking)
         console.print(f"{text}, no unsent records are left")

@@ -86,9 +86,14 @@ class Outbox:
                 continue
             if (header := _read_header(folder / JOURNAL_FILE)) is not None:
                 yield Journal(folder, descriptor, header, is_live=False, consumers=self._consumers)
-            else:  # its writer died before the first line was complete, so it has no records
-                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                if _is_empty(folder / JOURNAL_FILE):  # its writer died before the first line was complete
+                    shutil.rmtree(folder, ignore_errors=True)
                 os.close(descriptor)
+
+    def find_damaged(self) -> list[Path]:
+        """Return the folders whose journal is missing or has a damaged first record, so that it cannot be sent."""
+        return [folder for folder in self._folders() if _read_header(folder / JOURNAL_FILE) is None]
 
     def count_journals(self) -> int:
         """Return the number of journals, including those of running trials."""
@@ -133,8 +138,14 @@ def _lock_journal(path: Path) -> int | None:
     return None
 
 
+def _is_empty(path: Path) -> bool:
+    """Return whether a journal has no complete line."""
+    with path.open("rb") as file:
+        return not file.readline().endswith(b"\n")
+
+
 def _read_header(path: Path) -> Header | None:
-    """Return the first record of a journal; None if this record is incomplete."""
+    """Return the first record of a journal; None if this record is incomplete or damaged."""
     try:
         with path.open("rb") as file:
             line = file.readline()

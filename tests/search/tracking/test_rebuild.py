@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from rich.console import Console
 
+from hpsearch.search.run.sync import sync_study
+from hpsearch.search.services import Services
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, get_outbox_folder, load_study
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.storage.attributes import TRACKING
@@ -103,3 +106,17 @@ def test_a_trial_that_arrived_after_the_check_is_not_changed(
     problems = send(tracked, study, tmp_path, messages.append)
     assert [problem.partition(":")[0] for problem in problems] == ["trial 2"]
     assert len(messages) == 1
+
+
+def test_sync_names_damaged_journals_and_how_to_give_up_their_records(
+    tracked: Tracked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = get_outbox_folder(tmp_path, tracked.stored) / "0001-1"
+    damaged.mkdir(parents=True)
+    services = Services(tmp_path, "unused", tracked.tracking.uri, None)
+    assert sync_study(services, tracked.stored, Console(width=1000)).unsent == 1
+    said = capsys.readouterr().out
+    assert (
+        f"0001-1 is missing or damaged; restore journal.jsonl, or give up its records with: rm -r {damaged}\n" in said
+    )
+    assert "0 trials sent, 1 not sent\n" in said

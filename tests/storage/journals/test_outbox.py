@@ -262,3 +262,13 @@ def test_a_journal_during_its_removal_is_not_taken(box: Outbox, monkeypatch: pyt
     journal.remove()
     assert taken == []
     assert list(box.take_orphaned_journals()) == []
+
+
+def test_a_journal_that_cannot_be_sent_is_kept_and_found(box: Outbox) -> None:
+    for name in ("0001-1", "0002-1", "0003-1", "0004-1"):
+        box.open(name, HEAD).close()
+    (box.folder / "0001-1" / JOURNAL_FILE).unlink()
+    (box.folder / "0002-1" / JOURNAL_FILE).write_bytes(b"\0damaged\n")
+    (box.folder / "0003-1" / JOURNAL_FILE).write_bytes(b'{"rec')
+    assert [journal.name for journal in box.take_orphaned_journals()] == ["0004-1"]
+    assert [folder.name for folder in box.find_damaged()] == ["0001-1", "0002-1"]
