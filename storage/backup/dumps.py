@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,10 +41,17 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     )
     if result.returncode != 0:
         message = next((line for line in result.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
-        message = message or result.stderr.strip() or f"exit code {result.returncode}"
+        message = message or result.stderr.strip() or _describe_exit(result.returncode)
         remedy = "; free disk space" if os.strerror(errno.ENOSPC) in message else ""
         fault = format_error(redact_password(message, url or ""))
         raise StorageError(f"{name} {binaries.version} failed: {fault}{remedy}")
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    limit = "; a file exceeds the limit of file sizes; raise it with ulimit -f" if code == -signal.SIGXFSZ else ""
+    return f"ended by {signal.Signals(-code).name}{limit}"
 
 
 def find_programs(at_least: int, *, why: str) -> Binaries:

@@ -28,6 +28,7 @@ from hpsearch.storage.files import read_tail, write_private
 from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
+_LONGEST_FOLDER_BYTES = 900  # Postgres limits the paths of its files to 1023 bytes
 _REMEDY = "set HPSEARCH_HOME to another folder"
 
 
@@ -39,6 +40,11 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
     Raises:
         StorageError: `initdb` failed.
     """
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER_BYTES:
+        raise StorageError(
+            f"the path of the home folder has more than {_LONGEST_FOLDER_BYTES} bytes, which Postgres does not "
+            "support; set --home or HPSEARCH_HOME to a folder with a shorter path"
+        )
     for leftover in folder.glob("initdb-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if not (folder / "password").exists():

@@ -20,7 +20,7 @@ from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import adapt, archive
 from hpsearch.storage.backup.backup import BackupResult, backup
-from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs
+from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs, run_program
 from hpsearch.storage.backup.mlflow_tables import create_mlflow_tables, list_mlflow_tables
 from hpsearch.storage.backup.restore import restore
 from hpsearch.storage.backup.rows import find_other_relations
@@ -29,6 +29,7 @@ from hpsearch.storage.database.connect import check_database, open_cursor
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.database.schema import RESTORE_SCHEMA
+from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claim_results import Claim
@@ -444,3 +445,20 @@ def test_links_and_checkpoint_paths_are_changed_to_the_new_home(
         assert (CHECKPOINT_URL in study.user_attrs) == (study.study_name == "c")
     assert execute(target, "SELECT description FROM model_versions") == [(f"[trial 1]({new})",)]
     storage.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        ("exit 7", "failed: exit code 7"),
+        ("kill -KILL $$", "failed: ended by SIGKILL"),
+        ("kill -XFSZ $$", "failed: ended by SIGXFSZ; a file exceeds the limit of file sizes; raise it with ulimit -f"),
+    ],
+)
+def test_the_end_of_a_program_is_described(tmp_path: Path, ending: str, message: str) -> None:
+    program = tmp_path / "pg_dump"
+    program.write_text(f"#!/bin/sh\n{ending}\n")
+    program.chmod(0o755)
+    with pytest.raises(StorageError) as error:
+        run_program(Binaries(tmp_path, "18.6"), "pg_dump")
+    assert str(error.value) == f"pg_dump 18.6 {message}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -195,6 +196,13 @@ def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
     assert _answers(server, server.start(None))
     assert not half.exists()
     assert not list(server.folder.glob("initdb-*"))
+
+
+def test_a_path_that_is_too_long_for_postgres_is_rejected(server: EmbeddedPostgres) -> None:
+    folder = server.folder.joinpath(*["x" * 100] * 9)
+    folder.mkdir(parents=True)
+    with pytest.raises(StorageError, match="has more than 900 bytes, which Postgres does not support; set --home or"):
+        replace(server, folder=folder).start(None)
 
 
 def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres) -> None:
