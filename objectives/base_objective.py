@@ -143,6 +143,8 @@ def _set_metric_from_directions(cls: type[BaseObjective]) -> None:
     directions = cls.directions
     if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
         raise ObjectiveError(f"{cls.__name__}.directions must be a dict such as {{'accuracy': 'maximize'}}")
+    if bad := [name for name in directions if not name.isprintable()]:
+        raise ObjectiveError(f"{cls.__name__}.directions: {bad[0]!r} contains control characters; use another name")
     for name, value in directions.items():
         if value not in ("maximize", "minimize"):
             raise ObjectiveError(f"{cls.__name__}.directions[{name!r}] must be 'maximize' or 'minimize', not {value!r}")

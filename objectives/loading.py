@@ -209,8 +209,9 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
     this folder, because libraries try to import packages that are not installed, and it may belong to another user.
     """
     if not _has_kind(path, stat.S_ISREG):
-        if _has_kind(path, stat.S_ISFIFO) or _has_kind(path, stat.S_ISCHR):
-            raise ObjectiveError(f"{format_path(path)} is not a regular file; give a file of Python code")
+        if _has_kind(path, lambda _: True):
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise ObjectiveError(f"{format_path(path)} is {kind}; give a file of Python code")
         raise ObjectiveError(f"file {format_path(path)} does not exist; {_suggest_file(path)}")
     path = path.resolve()
     with _wrap_import_errors(path):
@@ -287,7 +288,7 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     except BaseException as error:  # whatever the user's code raises
         text = format_user_error(error, file)
         if file is not None and isinstance(error, SyntaxError) and "null bytes" in get_message(error):
-            text = f"{format_path(file)} is not a text file in UTF-8; save it as UTF-8"
+            text = f"{format_path(file)} contains a null byte; save it as a text file in UTF-8"
         elif file is not None and "relative import with no known parent" in get_message(error):
             text += f"; give its module instead of the file, such as {file.parent.name}.{file.stem}:CLASS"
         raise ObjectiveError(text) from error
@@ -369,6 +370,8 @@ def _check(objective: BaseObjective) -> None:
         value = getattr(objective, field)
         if not (isinstance(value, str) and value):
             raise ObjectiveError(f"{owner}.{field} must be a non-empty string, not {value!r}")
+        if not value.isprintable():
+            raise ObjectiveError(f"{owner}.{field} is {value!r}, which contains control characters; use another text")
     for field in ("epochs", "n_trials"):
         value = getattr(objective, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

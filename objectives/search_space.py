@@ -44,6 +44,30 @@ class TrialProtocol(Protocol):
         """Suggest one of the choices: None, bool, int, float or str."""
 
 
+_LONGEST_NAME = 512  # characters; the type of the name of a parameter in Optuna's tables
+
+
+def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[float] = ()) -> None:
+    """Check that samplers accept the bounds of a parameter, and the database its name and choices.
+
+    Raises:
+        ObjectiveError: the database or the samplers reject one of them.
+    """
+    if len(name) > _LONGEST_NAME:
+        raise ObjectiveError(
+            f"parameter {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
+        )
+    for kind, text in (("name", name), *(("choice", choice) for choice in choices if isinstance(choice, str))):
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise ObjectiveError(
+                f"parameter {name!r} has the {kind} {text!r}, which contains a null character or is not valid "
+                f"UTF-8; use another {kind}"
+            )
+    for bound in bounds:
+        if isinstance(bound, float) and not math.isfinite(bound):
+            raise ObjectiveError(f"parameter {name!r} has the bound {bound}; give a finite number")
+
+
 class StudylessTrial:
     """Base class of trials without a study, with the attributes of `optuna.trial.FixedTrial`.
 
@@ -71,16 +95,19 @@ class StudylessTrial:
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         """Return a number in [low, high], on the grid of `step`."""
+        check_parameter(name, bounds=(low, high))
         self.values[name] = value = float(self._range(name, low, high, step, log=log))
         return value
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         """Return an integer in [low, high], on the grid of `step`."""
+        check_parameter(name, bounds=(low, high))
         self.values[name] = value = round(self._range(name, low, high, step, log=log))
         return value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Return one of the choices."""
+        check_parameter(name, choices)
         self.values[name] = value = self._category(name, choices)
         return value
 

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optuna
@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.search_space import check_parameter
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.database.locks import suggestion_lock
@@ -72,7 +73,6 @@ log = logging.getLogger(__name__)
 SAMPLER_TRIES = 4
 UNTRIED_TRIES = 8
 
-_LONGEST_NAME = 512  # characters; the type of the name of a parameter in Optuna's tables
 _MAX_CHOICES = 1000  # number of values of a parameter above which a random value is rarely a duplicate
 
 
@@ -99,7 +99,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         spec: spec of the study.
 
     Raises:
-        ObjectiveError: the objective returns no configuration, or the name of a parameter is too long.
+        ObjectiveError: the objective returns no configuration, or the name of a parameter is invalid.
         ClaimLostError: the worker does not own the trial any more; nothing was written.
     """
     storage = study._storage
@@ -117,7 +117,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             suggested = storage.get_trial(claim.trial_id)
-            check_parameter_names(suggested.params)
+            check_parameters(suggested.params)
             if spec.finalists_of is not None:
                 _check_finalist(suggested, spec.finalists_of.get_trial_and_seed(claim.number)[0])
             if given.params or spec.sampler.is_indexed_by_trial or _may_repeat(suggested, spec.sampler):
@@ -133,17 +133,14 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
     raise AssertionError("unreachable: the loop returns at its last try")
 
 
-def check_parameter_names(names: Iterable[str]) -> None:
-    """Check that the database accepts the names of parameters.
+def check_parameters(params: Mapping[str, Any]) -> None:
+    """Check that the database accepts the names and values of parameters.
 
     Raises:
-        ObjectiveError: a name is too long.
+        ObjectiveError: it rejects one of them.
     """
-    for name in names:
-        if len(name) > _LONGEST_NAME:
-            raise ObjectiveError(
-                f"parameter {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
-            )
+    for name, value in params.items():
+        check_parameter(name, [value])
 
 
 def _choose_sampler(spec: StudySpec, trial_number: int, retry: int) -> BaseSampler:

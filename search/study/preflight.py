@@ -25,7 +25,7 @@ from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_spl
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.samplers.suggest import check_parameter_names, derive_seed, make_sampler
+from hpsearch.search.samplers.suggest import check_parameters, derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import BOUNDS, LEAKS, RUN_ID, SMOKE_TEST, VAL_SAMPLES
@@ -59,8 +59,8 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     """
     from hpsearch.objectives.training.loop.build import build_run
 
+    objective.default_config()  # for reports, and for commands that need no study; checks each bound and choice
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
-    objective.default_config()  # for reports, and for commands that need no study
     if spec.folds is not None:
         check_folds(objective)
     if not isinstance(objective, Objective):
@@ -123,13 +123,13 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     """Return a configuration that the sampler could suggest.
 
     Raises:
-        ObjectiveError: `suggest` raised an error (the message has the file and line), or a name is too long.
+        ObjectiveError: `suggest` raised an error (the message has the file and line), or a parameter is invalid.
     """
     sampler = make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
     trial = optuna.create_study(sampler=sampler).ask()
     with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         config = objective.configure(trial)
-    check_parameter_names(trial.params)
+    check_parameters(trial.params)
     return config
 
 

@@ -1,5 +1,7 @@
 """The default configuration of an objective."""
 
+import math
+
 import optuna
 import pytest
 
@@ -56,11 +58,24 @@ def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(object
         check_objective_code(objective_with(suggest=_of_a_study), spec_of(name="none"))
 
 
-def test_a_parameter_name_that_the_database_rejects_is_found_before_the_study_exists(objective_with):
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("float", ("x" * 513, 1e-4, 1e-2), r"^parameter 'x{40}...' has a name of 513 characters; use at most 512$"),
+        ("float", ("a\0", 1e-4, 1e-2), r"^parameter 'a\\x00' has the name 'a\\x00', which contains a null character"),
+        ("float", ("a", math.nan, 1.0), r"^parameter 'a' has the bound nan; give a finite number$"),
+        ("int", ("a", 1, math.inf), r"^parameter 'a' has the bound inf; give a finite number$"),
+        ("categorical", ("a", ["b", "\udcff"]), r"^parameter 'a' has the choice '\\udcff', which .* not valid UTF-8"),
+    ],
+)
+def test_a_parameter_that_the_database_rejects_is_found_before_the_study_exists(
+    objective_with, kind, arguments, message
+):
     def suggest(_self, trial):
-        return TrainConfig(lr=trial.suggest_float("x" * 513, 1e-4, 1e-2))
+        getattr(trial, f"suggest_{kind}")(*arguments)
+        return TrainConfig()
 
-    with pytest.raises(ObjectiveError, match=r"^parameter 'x{40}...' has a name of 513 characters; use at most 512$"):
+    with pytest.raises(ObjectiveError, match=message):
         check_objective_code(objective_with(suggest=suggest), spec_of(name="none"))
 
 

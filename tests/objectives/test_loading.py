@@ -253,6 +253,8 @@ def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
         ("metric = None", "Mine.metric must be a non-empty string, not None"),
         ("name = ''", "Mine.name must be a non-empty string, not ''"),
+        (r"metric = 'a\n\x1b[31m'", r"Mine.metric is 'a\\n\\x1b\[31m', which contains control characters; use another"),
+        (r"directions = {'a\n': 'maximize'}", r"Mine.directions: 'a\\n' contains control characters"),
         ("epochs = 0", "Mine.epochs must be an integer of at least 1, not 0"),
         ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
     ],

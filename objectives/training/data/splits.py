@@ -135,6 +135,8 @@ class Splits:
             ObjectiveError: the shares leave a split empty, a class is too rare for all splits, or x is ragged.
         """
         data = _build_dataset(x, y, load, collate, fingerprint)
+        if not len(data):
+            raise ObjectiveError("x has no samples; check the source of the data")
         if min(val, test) <= 0 or val + test >= 1:
             raise ObjectiveError(f"val={val} and test={test} must be above 0, with a sum below 1")
         if times is not None:

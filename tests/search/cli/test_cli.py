@@ -53,6 +53,7 @@ BAD = [
     (["run", "hpsearch.objectives.builtin.digits:Digit"], ["Digit", "Digits"]),
     (["run", "nowhere.py"], ["nowhere.py"]),
     (["run", "/dev/null"], ["/dev/null is not a regular file"]),
+    (["run", "/dev"], ["/dev is a folder; give a file of Python code"]),
     (["run", "--spec", "/dev/zero"], ["--spec /dev/zero: unknown file type ''; use .toml"]),
     (["run", "digit.py"], ["file digit.py does not exist; did you mean 'digits'?"]),
     (["run", "x" * 300 + ".py"], ["does not exist"]),
@@ -160,8 +161,8 @@ def test_a_spec_file_of_another_kind_is_refused(refuse, tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("import os\n".encode("utf-16"), ["u.py is not a text file in UTF-8"]),
-        (b"import os\0\n", ["u.py is not a text file in UTF-8"]),
+        ("import os\n".encode("utf-16"), ["u.py contains a null byte; save it as a text file in UTF-8"]),
+        (b"import os\0\n", ["u.py contains a null byte; save it as a text file in UTF-8"]),
         (b"from . import other\n", ["u.py:1", "give its module instead of the file, such as pkg.u:CLASS"]),
     ],
     ids=["utf-16", "nul", "relative"],

@@ -137,6 +137,7 @@ def test_bytes_stay_bytes():
     [
         ({"val": 0.0}, "must be above 0"),
         ({"val": 0.6, "test": 0.5}, "must be above 0, with a sum below 1"),
+        ({"n": 0}, "x has no samples; check the source of the data"),
         ({"n": 8}, "the data cannot be split: "),  # fewer validation samples than classes
     ],
 )
