@@ -20,7 +20,7 @@ _PUBLIC = {f"hpsearch.{name}": f"{module}.{name}" for name, module in hpsearch.M
 
 PACKAGES = (
     # storage: the database, checkpoints and trackers
-    *("storage", "storage.errors", "storage.display", "storage.files"),
+    *("storage", "storage.errors", "storage.display", "storage.files", "storage.sockets"),
     *("storage.home", "storage.urls", "storage.attributes"),
     "storage.web",
     "storage.database",

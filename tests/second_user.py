@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -38,20 +38,22 @@ def act_as_second_user(act: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def listen_as_second_user(serve: Callable[[socket.socket], None] | None = None) -> Iterator[int]:
+def listen_as_second_user(serve: Callable[[socket.socket], None] | None = None, *, port: int = 0) -> Iterator[int]:
     """Listen in a forked process of the second user, and yield the port on 127.0.0.1.
 
     Args:
-        serve: function that answers the first client; None answers no client.
+        serve: function that answers one client after the other; None answers no client.
+        port: the port; 0 for any free port.
     """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             _become_second_user()
-            server = socket.create_server(("127.0.0.1", 0))
+            server = socket.create_server(("127.0.0.1", port))
             os.write(writer, f"{server.getsockname()[1]}\n".encode())
-            if serve is not None:
-                serve(server.accept()[0])
+            while serve is not None:
+                with suppress(OSError):
+                    serve(server.accept()[0])
             signal.pause()
         finally:
             os._exit(1)

@@ -25,6 +25,7 @@ from hpsearch.storage.embedded.postgres_account import Account, ensure_executabl
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.files import read_tail, write_private
+from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
@@ -161,7 +162,7 @@ def make_clean_environment() -> dict[str, str]:
 
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
 _SETTINGS = {
-    "listen_addresses": state.LOOPBACK,
+    "listen_addresses": LOOPBACK,
     "unix_socket_directories": "",  # socket paths are limited to 107 bytes; home folders can be longer
     "max_connections": "200",
     "cluster_name": "hpsearch",
@@ -183,7 +184,7 @@ def make_database_url(user: str, password: str, port: int, database: str, *, app
     # With require_auth, libpq sends no password in clear text to another program that took the port.
     query = f"sslmode=disable&require_auth=scram-sha-256&{EMBEDDED_QUERY}"
     query += f"&application_name={application_name}" if application_name else ""
-    return build_url(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
+    return build_url(user=user, password=password, host=LOOPBACK, port=port, database=database, query=query)
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class EmbeddedPostgres:
             if self._launch(binaries, account, port, lock):
                 return port
             preferred_port = None  # another process took the port
-        raise StorageError(f"Postgres cannot be started on {state.LOOPBACK}; see {self.log}")
+        raise StorageError(f"Postgres cannot be started on {LOOPBACK}; see {self.log}")
 
     def stop(self) -> int | None:
         """Disconnect the clients and stop the server; return its process id, or None if no server was running."""

@@ -14,13 +14,13 @@ from hpsearch.storage.database import roles
 from hpsearch.storage.database.connect import is_database_healthy
 from hpsearch.storage.database.mlflow_links import replace_address
 from hpsearch.storage.database.schema import CURRENT_SCHEMA_QUERY
-from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
 from hpsearch.storage.embedded.state import StackState
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE
+from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.web.token import AUTH_NAME, TOKEN_VARIABLE, load_or_create_token
 
 
@@ -263,7 +263,7 @@ class EmbeddedStack:
         if former == port:
             return
         if former is not None:
-            old = f"http://{ports.LOOPBACK}:{former}"
+            old = f"http://{LOOPBACK}:{former}"
             replace_address(self.databases, old, self.mlflow.url, setting="the embedded Postgres")
         self.state.linked_port = port
         self._save()
@@ -281,13 +281,13 @@ class EmbeddedStack:
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         # Relative to the home, which is the working directory: MLflow decodes a "%20" in an absolute path.
-        command, env = make_mlflow_command(host=ports.LOOPBACK, port=port, artifacts="artifacts", allowed_hosts=None)
+        command, env = make_mlflow_command(host=LOOPBACK, port=port, artifacts="artifacts", allowed_hosts=None)
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
         return command, env | {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        command = [*self._dashboard, "--host", ports.LOOPBACK, "--port", str(port)]
+        command = [*self._dashboard, "--host", LOOPBACK, "--port", str(port)]
         env = {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}
         if (token := self._find_token()) is None:
             return [*command, "--no-auth"], env

@@ -17,12 +17,12 @@ from typing import Literal
 import psutil
 
 from hpsearch.storage.database.roles import Databases
-from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
 from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home, remember_home
+from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.web.token import AUTH_NAME
 
 __all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
@@ -159,7 +159,7 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if (server := stack.server) is None:
         return ServiceStatus("Postgres", "stopped", None, None, "not set up yet")
     record, detail = stack.state.postgres, f"data in {server.data_folder}"
-    url = f"postgresql://{ports.LOOPBACK}:{record.port}" if record.port else None
+    url = f"postgresql://{LOOPBACK}:{record.port}" if record.port else None
     if (process := server.find_process()) is None:
         return _make_stopped_status(stack.home, "Postgres", url, record, server.log, detail)
     if not stack.is_postgres_healthy():

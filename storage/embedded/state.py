@@ -12,6 +12,7 @@ from typing import Literal
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
+from hpsearch.storage.sockets import LOOPBACK
 
 
 @dataclass
@@ -25,6 +26,7 @@ class ServiceRecord:
         tracking_port: port of the MLflow server when the service was started; None if the service does not use MLflow.
         token_digest: digest of the token with which the service was started; None if it was started without one.
         home: home folder when the service was started; None in files of earlier versions.
+        former_ports: earlier ports of a web service, the latest last.
     """
 
     port: int | None = None
@@ -33,6 +35,7 @@ class ServiceRecord:
     tracking_port: int | None = None
     token_digest: str | None = None
     home: str | None = None
+    former_ports: list[int] = field(default_factory=list)
 
     def is_of(self, home: Path) -> bool:
         """Return whether the service was started in this home folder. It was not if the folder was moved or copied."""
@@ -85,9 +88,6 @@ def load_state(home: Path) -> StackState | None:
         return TypeAdapter(StackState).validate_json(read_own_text(home / STATE_FILE))
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, ValidationError):
         return None
-
-
-LOOPBACK = "127.0.0.1"
 
 
 def is_port_free(port: int) -> bool:

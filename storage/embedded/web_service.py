@@ -18,12 +18,15 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.web.token import derive, is_own_listener
+from hpsearch.storage.sockets import LOOPBACK
+from hpsearch.storage.web.connections import OwnServerConnection
+from hpsearch.storage.web.token import derive
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted
 _REQUEST_TIMEOUT = 10.0
 _STOP_TIMEOUT = 10.0
+_MAX_FORMER_PORTS = 100
 
 # Environment variables that the user set for other servers.
 _FOREIGN_PREFIXES = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
@@ -56,7 +59,7 @@ class WebService:
     @property
     def url(self) -> str:
         """Address of the service."""
-        return f"http://{ports.LOOPBACK}:{self.record.port}"
+        return f"http://{LOOPBACK}:{self.record.port}"
 
     @property
     def process_marker(self) -> str:
@@ -77,10 +80,10 @@ class WebService:
 
     def is_healthy(self) -> bool:
         """Return whether the service answers a health request."""
+        if self.record.port is None:
+            return False
         token = self.token()
-        if self.record.port is None or (token and not is_own_listener(self.record.port)):
-            return False  # another program may have taken the port, and must not receive the token
-        server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
+        server = OwnServerConnection(LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
         with suppress(OSError, http.client.HTTPException), closing(server) as connection:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connection.request("GET", self.health_path, headers=headers)
@@ -156,6 +159,10 @@ class WebService:
     def _restart(self) -> None:
         # The port of a killed process may stay bound for a moment.
         port = ports.choose_port(self.record.port, wait_seconds=2.0 if self.stop() else 0.0)
+        if self.record.port not in {None, port}:
+            # Running clients have this address, and must not trust another user's process that has taken it.
+            former = [known for known in self.record.former_ports if known != port]
+            self.record.former_ports = [*former, self.record.port][-_MAX_FORMER_PORTS:]
         self.record.port, self.record.home = port, str(self.home)
         self.save_state()
         command, added = self.command(port)

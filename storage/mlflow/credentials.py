@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.web.token import AUTH_NAME
+from hpsearch.storage.web.token import AUTH_NAME, is_embedded
 
 # Variables that MLflow's client reads, each of which makes it send a secret or a signature.
 _VARIABLES = tuple(f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4"))
@@ -34,6 +34,11 @@ def allow_credentials(uri: str) -> None:
 def is_configured(uri: str) -> bool:
     """Return whether the user has configured the address of a tracking server."""
     return _normalize(uri) in _configured
+
+
+def is_trusted(uri: str) -> bool:
+    """Return whether a tracking server may name folders of this machine: the user's own, not the embedded one."""
+    return is_configured(uri) and not is_embedded(uri)
 
 
 def check_credentials(uri: str) -> None:

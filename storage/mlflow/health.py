@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.mlflow.credentials import check_credentials
-from hpsearch.storage.web.token import find_token
+from hpsearch.storage.web.connections import OwnServerHandler
+from hpsearch.storage.web.token import find_request_token, is_embedded
 
 T = TypeVar("T")
 
@@ -73,9 +74,10 @@ def _get(uri: str, path: str) -> Any:
     request = urllib.request.Request(uri.rstrip("/") + path)  # noqa: S310 the scheme is checked
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
     handlers: list[urllib.request.BaseHandler] = []
-    if (token := find_token(uri)) is not None:  # an embedded server
-        handlers.append(urllib.request.ProxyHandler({}))  # a proxy must not receive the token
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    if is_embedded(uri):
+        handlers += [OwnServerHandler(), urllib.request.ProxyHandler({})]  # a proxy must not receive the token
+        if (token := find_request_token(uri)) is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
     elif user or password:
         login = base64.b64encode(f"{user}:{password}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {login}")

@@ -1,7 +1,8 @@
 """Which artifact locations of a tracking server may be used, because a server can name any folder of this machine.
 
 The address of the server may come from a study, and every worker's database role can write it. MLflow's client reads
-and writes the location of a run itself if the location is a path or a `file:` URL.
+and writes the location of a run itself if the location is a path or a `file:` URL. The embedded server never names such
+a location.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.credentials import is_configured
+from hpsearch.storage.mlflow.credentials import is_trusted
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
@@ -52,8 +53,8 @@ def check_removable(location: str, uri: str) -> None:
         uri: the address of the tracking server.
 
     Raises:
-        LocationRejectedError: the location is a local folder, or on another server. For a tracking server that the user
-            has not configured, also if the host is not a known store.
+        LocationRejectedError: the location is a local folder, or on another server. For a tracking server that is not
+            trusted, also if the host is not a known store.
     """
     try:
         parts = urlsplit(location)
@@ -64,7 +65,7 @@ def check_removable(location: str, uri: str) -> None:
     is_allowed = parts.scheme in _REMOTE or (
         parts.scheme in _PROXIED and is_plain_host and parts.hostname in {None, urlsplit(uri).hostname}
     )
-    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_configured(uri):
+    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_trusted(uri):
         is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
     if not is_allowed or ".." in location.split("/"):
         raise LocationRejectedError(
@@ -74,12 +75,12 @@ def check_removable(location: str, uri: str) -> None:
 
 
 def check_location(location: str, uri: str) -> None:
-    """Check that files may be read and written at a location; a configured server may name local folders.
+    """Check that files may be read and written at a location; a trusted server may name local folders.
 
     Raises:
-        LocationRejectedError: the user has not configured the server, and the location is local or on another server.
+        LocationRejectedError: the server is not trusted, and the location is local or on another server.
     """
-    if not is_configured(uri):
+    if not is_trusted(uri):
         check_removable(location, uri)
 
 

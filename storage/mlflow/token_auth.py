@@ -1,7 +1,7 @@
 """Send the token of the embedded services with the requests of MLflow's client; MLflow loads both classes by plugin.
 
 `TokenAuth` needs MLFLOW_TRACKING_AUTH, which hpsearch sets. `TokenHeader` works without any setting, for programs that
-call only MLflow.
+call only MLflow. Requests to embedded services are sent only to processes of this user.
 """
 
 from __future__ import annotations
@@ -12,12 +12,36 @@ from typing import Any
 
 from mlflow.tracking.request_auth.abstract_request_auth_provider import RequestAuthProvider
 from mlflow.tracking.request_header.abstract_request_header_provider import RequestHeaderProvider
+from urllib3.connection import HTTPConnection
+from urllib3.connectionpool import HTTPConnectionPool
+from urllib3.exceptions import NewConnectionError
 
-from hpsearch.storage.web.token import AUTH_NAME, find_token
+from hpsearch.storage.sockets import LOOPBACK
+from hpsearch.storage.web.connections import check_server_end
+from hpsearch.storage.web.token import AUTH_NAME, find_request_token, is_embedded, is_embedded_port
+
+
+class _CheckedConnection(HTTPConnection):
+    """HTTP connection that is used for an embedded service only if it leads to a process of this user."""
+
+    def connect(self) -> None:
+        super().connect()
+        if self.host == LOOPBACK and is_embedded_port(self.port or 0):
+            try:
+                check_server_end(self.sock)
+            except OSError as error:
+                self.close()
+                raise NewConnectionError(self, str(error.strerror)) from error
+
+
+# All sessions of MLflow's client open their connections here. It has no setting for another class.
+HTTPConnectionPool.ConnectionCls = _CheckedConnection
 
 
 def authorize(request: Any) -> Any:
-    """Add the token to a prepared request if its URL is that of an embedded service."""
+    """Replace the credentials of a prepared request by the token if its URL is that of an embedded service."""
+    if is_embedded(request.url):
+        request.headers.pop("Authorization", None)  # the environment has them for another server
     if (token := _find_token(request.url)) is not None:
         request.headers["Authorization"] = f"Bearer {token}"
     return request
@@ -52,7 +76,7 @@ def _find_token(url: str) -> str | None:
     """Return the token for a request to `url`; None if a proxy would receive the request."""
     from requests.utils import get_environ_proxies
 
-    token = find_token(url)
+    token = find_request_token(url)
     return None if token is None or get_environ_proxies(url) else token
 
 

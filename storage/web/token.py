@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import re
 import secrets
-import time
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -16,17 +14,15 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from hpsearch.storage.errors import StorageError, format_os_error
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, find_known_homes, read_own_text
+from hpsearch.storage.sockets import LOOPBACK, is_own_server
 
 TOKEN_VARIABLE = "HPSEARCH_WEB_TOKEN"  # noqa: S105 the name of a variable
 AUTH_NAME = "hpsearch"  # value of MLFLOW_TRACKING_AUTH that selects storage.mlflow.token_auth
 TOKEN_FILE = "web-token"  # noqa: S105 the name of a file
 TOKEN_PARAMETER = "token"  # noqa: S105 the name of a query parameter
 
-_LOOPBACK = "127.0.0.1"
-
 # It ends where a terminal may end a link, and before a second address, which must not get the token.
 _LINK = re.compile(r"http://127\.0\.0\.1:\d+(?:(?!://)[\w/#?&=.%+~:@,;-])*", re.ASCII)
-_LISTENER = r" 0100007F:{port} 00000000:0000 0A \S+ \S+ \S+ +(\d+) "  # in /proc/net/tcp; the group is the user id
 
 
 def load_or_create_token(home: Path) -> str:
@@ -54,19 +50,48 @@ def read_token(home: Path) -> str | None:
         ) from None
 
 
+def is_embedded(url: str) -> bool:
+    """Return whether an embedded service of this user has, or had, this address."""
+    return (port := _find_port(url)) is not None and is_embedded_port(port)
+
+
+def is_embedded_port(port: int) -> bool:
+    """Return whether an embedded web service of this user has, or had, this port of 127.0.0.1."""
+    with suppress(StorageError):
+        return any(port in ports or port in former for ports, former in map(_read_ports, find_known_homes()))
+    return False
+
+
 def find_token(url: str) -> str | None:
-    """Return the token for a request to `url`; None if no embedded service of this user has this address.
+    """Return the token for a link to `url`; None if no embedded service of this user has this address.
 
     A service of another user may have bound the port of a stopped service. Therefore, on Linux, the token is returned
     only if the socket that listens on the port belongs to this user.
     """
-    with suppress(ValueError, StorageError):  # ValueError: an invalid host or port
+    port = _find_port(url)
+    return None if port is None or not is_own_server(port) else find_request_token(url)
+
+
+def find_request_token(url: str) -> str | None:
+    """Return the token for a request to `url`; None if no embedded service has this address.
+
+    The user of the server is not checked: the request must use a connection that `storage.web.connections` checks.
+    """
+    if (port := _find_port(url)) is not None:
+        with suppress(StorageError):
+            for home in find_known_homes():
+                if port in _read_ports(home)[0]:
+                    return read_token(home)
+    return None
+
+
+def _find_port(url: str) -> int | None:
+    """Return the port of an address that an embedded service may have; None for other addresses."""
+    with suppress(ValueError):  # an invalid host or port
         parts = urlsplit(url)
         # The whole netloc is compared, because requests takes `http://other\@127.0.0.1:5000` as a link to `other`.
-        if parts.scheme == "http" and parts.port is not None and parts.netloc == f"{_LOOPBACK}:{parts.port}":
-            for home in find_known_homes():
-                if parts.port in _read_ports(home) and _was_own_listener(parts.port):
-                    return read_token(home)
+        if parts.scheme == "http" and parts.port is not None and parts.netloc == f"{LOOPBACK}:{parts.port}":
+            return parts.port
     return None
 
 
@@ -89,34 +114,12 @@ def derive(token: str, purpose: str) -> str:
     return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
-def _read_ports(home: Path) -> set[int]:
-    """Return the ports of the web services in `home`."""
-    try:
+def _read_ports(home: Path) -> tuple[set[int], set[int]]:
+    """Return the current and the former ports of the web services in `home`."""
+    ports, former = set[int](), set[int]()
+    with suppress(OSError, ValueError, KeyError, TypeError):
         state = json.loads((home / STATE_FILE).read_bytes())
-        return {int(state[service]["port"]) for service in ("mlflow", "dashboard") if state[service]["port"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
-_checked_at: dict[int, float] = {}  # port -> time of the last positive check
-_CHECK_SECONDS = 2.0  # the list of sockets of a busy machine is long
-
-
-def _was_own_listener(port: int) -> bool:
-    """Return whether a process of this user listened on the port at most two seconds ago."""
-    if time.monotonic() - _checked_at.get(port, -_CHECK_SECONDS) < _CHECK_SECONDS:
-        return True
-    if not is_own_listener(port):
-        return False
-    _checked_at[port] = time.monotonic()
-    return True
-
-
-def is_own_listener(port: int) -> bool:
-    """Return whether a process of this user listens on a port of 127.0.0.1; True where this is unknown (not Linux)."""
-    try:
-        sockets = Path("/proc/net/tcp").read_text(encoding="ascii")
-    except OSError:
-        return True
-    found = re.search(_LISTENER.format(port=f"{port:04X}"), sockets)
-    return found is not None and int(found[1]) == os.geteuid()
+        for service in ("mlflow", "dashboard"):
+            former.update(state[service].get("former_ports", ()))
+            ports.update({state[service]["port"]} - {None})
+    return ports, former

@@ -104,6 +104,7 @@ def test_a_killed_service_restarts_on_its_port_or_another_if_occupied(small: Sma
     with socket.create_server(("127.0.0.1", port)):
         assert small.up().record.port != port
     assert service.is_healthy()
+    assert service.record.former_ports == [port], "running clients have this address"
 
 
 def kill(service: WebService) -> None:

@@ -28,7 +28,8 @@ from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import ServiceRecord, load_state
 from hpsearch.storage.embedded.web_service import WebService
-from hpsearch.storage.web.token import add_token, add_tokens, find_token, is_own_listener, read_token
+from hpsearch.storage.sockets import is_own_server
+from hpsearch.storage.web.token import add_token, add_tokens, find_token, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
 from tests.web import open_url
 
@@ -318,7 +319,7 @@ def test_a_service_is_not_healthy_on_the_port_of_another_user(tmp_path: Path, fo
         home=tmp_path,
         log=tmp_path / "x.log",
     )
-    assert not is_own_listener(foreign_port)
+    assert not is_own_server(foreign_port)
     assert not service.is_healthy()
 
 

@@ -1,0 +1,90 @@
+"""The users whose processes serve the ports of this machine, so that no secret goes to another user's process."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+
+# Constants and structures of linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h.
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
+_ALL_STATES, _LISTEN, _NO_COOKIE = 0xFFFFFFFF, 10, b"\xff" * 8
+_HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
+_REQUEST = struct.Struct("=BBBBI")  # the start of inet_diag_req_v2: family, protocol, extensions, padding, states
+_ANSWER = struct.Struct("=xB62xII")  # inet_diag_msg: state, uid, inode
+
+_TABLE = Path("/proc/net/tcp")
+
+
+def is_own_server(port: int, client_port: int | None = None) -> bool:
+    """Return whether this user serves a port of 127.0.0.1; True where this is unknown. See `find_server_users`."""
+    return is_served_by({os.geteuid()}, port, client_port)
+
+
+def is_served_by(uids: Collection[int], port: int, client_port: int | None = None) -> bool:
+    """Return whether only these users serve a port of 127.0.0.1; True where this is unknown."""
+    users = find_server_users(port, client_port)
+    return users is None or (bool(users) and users <= set(uids))
+
+
+def find_server_users(port: int, client_port: int | None = None) -> set[int] | None:
+    """Return the ids of the users who serve a port of 127.0.0.1: empty without a listener, None if unknown (not Linux).
+
+    Args:
+        port: the port.
+        client_port: the port of the client's end of an open connection, to include the user of its other end. A check
+            before the connection is opened leaves time for another process to take the port.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        if (listener := _find_socket(port, 0)) is None:
+            return set()
+        # After the listener: a connection that no process has accepted has no inode, and belongs to the listener.
+        accepted = _find_socket(port, client_port) if client_port else None
+    except OSError:
+        return None
+    return {uid for uid, inode in filter(None, (listener, accepted)) if inode}
+
+
+def _find_socket(port: int, client_port: int) -> tuple[int, int] | None:
+    """Return user id and inode of a server's socket; `client_port` is 0 for the listener.
+
+    Netlink takes 20 µs, but may lack the kernel module `tcp_diag`. The table of all sockets takes milliseconds.
+    """
+    try:
+        found = _ask_netlink(port, client_port)
+    except OSError:
+        found = None
+    return found or _read_table(port, client_port)
+
+
+def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
+    if sys.platform != "linux":
+        return None
+    server, client = (socket.inet_aton(host) + bytes(12) for host in (LOOPBACK, LOOPBACK if client_port else "0.0.0.0"))  # noqa: S104
+    ends = struct.pack("!HH", port, client_port) + server + client + bytes(4) + _NO_COOKIE
+    request = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ALL_STATES) + ends
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(_HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + request)
+        answer = kernel.recv(4096)
+    if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
+        return None
+    state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    return (uid, inode) if client_port or state == _LISTEN else None
+
+
+def _read_table(port: int, client_port: int) -> tuple[int, int] | None:
+    loopback, anywhere = (f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}" for host in (LOOPBACK, "0.0.0.0"))  # noqa: S104
+    if client_port:
+        ends = rf" {loopback}:{port:04X} {loopback}:{client_port:04X} \w\w"
+    else:
+        ends = rf" (?:{loopback}|{anywhere}):{port:04X} {anywhere}:0000 {_LISTEN:02X}"
+    found = re.search(rf"{ends} \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", _TABLE.read_text(encoding="ascii"))
+    return (int(found[1]), int(found[2])) if found else None
