@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpsearch.storage.database.connect import convert_statement_errors, has_table, open_cursor
-from hpsearch.storage.database.libpq import is_embedded
+from hpsearch.storage.database.libpq import check_server_user, is_embedded
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_installations
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url, redact_password
@@ -28,6 +28,11 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
     Raises:
         StorageError: the program failed; the message contains the first error in the program's output.
     """
+    if url is not None:
+        from sqlalchemy.engine import make_url
+
+        with convert_statement_errors(url, name):
+            check_server_user(make_url(normalise_url(url)))
     connection, environment = _make_connection_arguments(url) if url is not None else ([], dict(os.environ))
     result = subprocess.run(
         [binaries.bin_folder / name, *connection, *arguments],

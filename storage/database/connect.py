@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
-from hpsearch.storage.database.libpq import ignore_variables
+from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
@@ -150,6 +150,7 @@ def make_engine(
 
     @sa.event.listens_for(engine, "do_connect")
     def connect_without_variables(dialect: Any, _record: Any, arguments: Any, parameters: Any) -> Any:
+        check_server_user(parsed)
         with ignore_variables(parsed):
             return dialect.connect(*arguments, **parameters)
 
@@ -186,6 +187,7 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
         settings = make_client_settings(parsed, application_name=application_name)
+        check_server_user(parsed)
         with ignore_variables(parsed):
             connection: Connection = psycopg2.connect(dsn, **settings)
     except psycopg2.Error as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
-from hpsearch.storage.database.libpq import ignore_variables
+from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
 from hpsearch.storage.errors import StorageError, format_error
@@ -69,7 +69,7 @@ def _convert_errors(url: str, setting: str) -> Iterator[None]:
 
     try:
         yield
-    except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
+    except (psycopg2.OperationalError, psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
             f"{setting} {redact(url)}: cannot create tables ({format_error(error)}); give the database owner's URL"
         ) from None
@@ -83,6 +83,7 @@ def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
 
     # Without a stored revision, the tables are created and stamped, also after an interrupted creation, because each
     # step is repeatable. Tables of an older version are upgraded below.
+    check_server_user(make_url(url))
     with ignore_variables(make_url(url)):
         storage = RDBStorage(url, skip_compatibility_check=True, skip_table_creation=found is not None)
     try:

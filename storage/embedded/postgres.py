@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from hpsearch.storage.database.connect import find_database_error, has_answered, is_database_healthy
-from hpsearch.storage.database.libpq import EMBEDDED_QUERY
+from hpsearch.storage.database.libpq import make_embedded_query
 from hpsearch.storage.embedded import process, state
 from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
@@ -178,11 +178,13 @@ _POLL = 0.03
 _REPORT_AFTER = 2.0
 
 
-def make_database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
-    """Return the URL of a database of an embedded server."""
+def make_database_url(
+    user: str, password: str, port: int, database: str, *, uid: int, application_name: str = ""
+) -> str:
+    """Return the URL of a database of an embedded server, whose processes have the user id `uid`."""
     # The wheel's Postgres has no TLS; the explicit mode overrides the user's PGSSLMODE.
     # With require_auth, libpq sends no password in clear text to another program that took the port.
-    query = f"sslmode=disable&require_auth=scram-sha-256&{EMBEDDED_QUERY}"
+    query = f"sslmode=disable&require_auth=scram-sha-256&{make_embedded_query(uid)}"
     query += f"&application_name={application_name}" if application_name else ""
     return build_url(user=user, password=password, host=LOOPBACK, port=port, database=database, query=query)
 
@@ -210,9 +212,14 @@ class EmbeddedPostgres:
         """Password of the superuser."""
         return read_password(self.folder)
 
+    @property
+    def uid(self) -> int:
+        """User id of the server, which runs as the owner of the data directory."""
+        return self.data_folder.stat().st_uid
+
     def make_url(self, port: int) -> str:
         """Return the superuser's URL of this server, which listens on `port`."""
-        return make_database_url(SUPERUSER, self.password, port, "postgres")
+        return make_database_url(SUPERUSER, self.password, port, "postgres", uid=self.uid)
 
     def find_process(self) -> psutil.Process | None:
         """Return the server process of this data directory; None if no server runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -277,7 +278,8 @@ class EmbeddedStack:
     def _url(self, role: str, password: str, database: str, *, application_name: str = "") -> str:
         port = self.state.postgres.port
         assert port is not None
-        return make_database_url(role, password, port, database, application_name=application_name)
+        uid = server.uid if (server := self.server) else os.geteuid()
+        return make_database_url(role, password, port, database, uid=uid, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         # Relative to the home, which is the working directory: MLflow decodes a "%20" in an absolute path.

@@ -10,6 +10,9 @@ import re
 from http import HTTPStatus
 from typing import Any
 
+import sqlalchemy as sa
+
+from hpsearch.storage.database.libpq import check_parameters
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
@@ -47,6 +50,11 @@ class _MlflowGuard(Guard):
         return None
 
 
+def _check_database_user(_dialect: Any, _record: Any, _arguments: Any, parameters: Any) -> None:
+    """Check the user of the embedded Postgres before each connection of MLflow."""
+    check_parameters(parameters)
+
+
 def create_app() -> Asgi:
     """Return MLflow's application, guarded by the token in HPSEARCH_WEB_TOKEN.
 
@@ -57,6 +65,7 @@ def create_app() -> Asgi:
     """
     if (token := os.environ.get(TOKEN_VARIABLE)) is None:
         raise StorageError(f"{TOKEN_VARIABLE} is not set: start MLflow with hpsearch serve mlflow")
+    sa.event.listen(sa.Engine, "do_connect", _check_database_user)
     from mlflow.server import app as pages  # here, as the parent process of the server imports this module too
     from mlflow.server.fastapi_app import app
 

@@ -16,6 +16,7 @@ from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
+from hpsearch.storage.sockets import find_server_users
 
 
 def _refused(url: str, *, away: bool = False) -> str:
@@ -64,11 +65,17 @@ _VARIABLES = {
 }
 
 
+def _find_uid(port: int) -> int:
+    """Return the id of the user that runs the server, which is another one if the tests run as root."""
+    (uid,) = find_server_users(port) or {os.geteuid()}
+    return uid
+
+
 def test_variables_of_libpq_have_no_effect_on_the_embedded_server(
     postgres_server: Any, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = str(sa.make_url(empty_database_url).database)
-    url = make_database_url(OWNER, OWNER, postgres_server.port, database)
+    url = make_database_url(OWNER, OWNER, postgres_server.port, database, uid=_find_uid(postgres_server.port))
     for name, value in _VARIABLES.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

@@ -111,7 +111,7 @@ def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     assert port is not None
     assert _answers(old, port)
     for password in ("", "wrong"):
-        assert not is_database_healthy(make_database_url(SUPERUSER, password, port, "postgres"))
+        assert not is_database_healthy(make_database_url(SUPERUSER, password, port, "postgres", uid=old.uid))
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
     assert old.data_folder.stat().st_mode & 0o077 == 0
     listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections()}  # type: ignore[union-attr]
