@@ -9,6 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +27,15 @@ from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import process, web_service
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.embedded.stack import StackInfo, down, find_running, read_status, revive, up
-from hpsearch.storage.embedded.state import StackState, load_state
+from hpsearch.storage.embedded.state import StackState, is_port_free, load_state
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
+from hpsearch.storage.web.token import is_embedded
 from tests.faults.harness import Zygote
 from tests.full_disk import full_disk
+from tests.second_user import listen_as_second_user, needs_root
 from tests.waiting import wait_for
 from tests.web import open_url
 
@@ -209,6 +213,32 @@ def _revive_after_two_kills(home: Path) -> None:
         return find_running(home) is not None
 
     wait_for(is_up, "all services to answer")
+
+
+@needs_root
+@pytest.mark.soak  # test_taken_ports.py tests the clients
+def test_services_whose_ports_another_user_has_taken_are_restarted_on_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
+    state = load_state(home)
+    assert state is not None
+    with ExitStack() as taken:
+        for name, port in (("Postgres", state.postgres.port), ("MLflow", state.mlflow.port)):
+            assert port is not None
+            orphans = process.find_by_marker(f"{name}:{home}")
+            _kill(home, name)
+            process.send_signal(orphans, signal.SIGKILL)
+            wait_for(partial(is_port_free, port), f"the end of the children of {name}")
+            taken.enter_context(listen_as_second_user(port=port))
+        assert [_states(home)[name] for name in ("Postgres", "MLflow")] == ["dead", "dead"]
+        moved = up(home, dashboard=DASHBOARD_COMMAND)
+        _works(moved)
+        assert not {stack.storage_url, stack.tracking_uri} & {moved.storage_url, moved.tracking_uri}
+        assert is_embedded(stack.tracking_uri)
+        with pytest.raises(mlflow.MlflowException, match="belongs to a process of another user"):
+            mlflow.MlflowClient(stack.tracking_uri).search_experiments()
 
 
 def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None]) -> None:
