@@ -180,6 +180,8 @@ def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> t
     module_name, _, name = reference.partition(":")
     if not name:
         raise ObjectiveError(_describe_unknown_reference(reference))
+    if reference not in BUILTIN.values():
+        _search_first(Path.cwd())
     return _named_class(_import_module(module_name), name, module_name)
 
 
@@ -205,8 +207,8 @@ def _file_reference(reference: str) -> tuple[Path, str] | None:
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
     """Import a file; if `checked` is set, only if this is the resolved path and the SHA-256 of the code.
 
-    The file can import modules of the working folder, as a script can. Only commands that import an objective search
-    this folder, because libraries try to import packages that are not installed, and it may belong to another user.
+    The file can import modules of the working folder, unless this belongs to another user: libraries try to import
+    packages that are not installed.
     """
     if not _has_kind(path, stat.S_ISREG):
         if _has_kind(path, lambda _: True):
@@ -220,7 +222,7 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
             raise ObjectiveError(
                 f"file {format_path(path)} changed between its check and its import; repeat the command"
             )
-        if (here := str(Path.cwd())) not in sys.path:
+        if (here := str(Path.cwd())) not in sys.path and _has_same_owner(Path.cwd(), path):
             sys.path.append(here)
         _search_first(path.parent)
     # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
@@ -260,10 +262,15 @@ def _suggest_file(path: Path) -> str:
     return f"create it with: hpsearch init {shlex.quote(path.name)}"
 
 
+def _has_same_owner(folder: Path, file: Path) -> bool:
+    """Return whether a folder belongs to this user, root or the owner of the file, and is not writable for all."""
+    status = folder.stat()
+    return status.st_uid in {os.geteuid(), 0, file.stat().st_uid} and not status.st_mode & stat.S_IWOTH
+
+
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not a module name; write package.module:Class")
-    _search_first(Path.cwd())
     with _wrap_import_errors(None):  # find_spec imports parent packages
         try:
             spec = importlib.util.find_spec(name)

@@ -155,6 +155,8 @@ def _is_safe_operator(target: str) -> bool:
 
 def _is_safe_expression(text: str) -> bool:
     """Return whether an expression has only sizes of tensors, numbers, and the functions of symbolic sizes."""
+    if not text.isprintable() or "\\" in text or "#" in text:  # torch removes line feeds before it runs the text
+        return False
     try:
         return all(map(_is_safe_node, ast.walk(ast.parse(text, mode="eval"))))
     except SyntaxError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import site
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 _RELATIVE = "its path is not absolute"
 _RESTORED = "the study was restored from a backup"
 _MISSING = "its file is not on this machine"
-_INSTALLED = {"site-packages", "dist-packages"}
+
+_LIBRARIES = ("purelib", "platlib")  # names of the folders of installed packages
 
 _RECORD = "trusted-objectives.json"  # hash by path of the files that the user has named or confirmed
 
@@ -137,13 +140,18 @@ def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
         # Clients of an MLflow server of this user can upload it.
         if any(ARTIFACT_PATH.search(str(each)) for each in (path, path.resolve())):
             return "the file is an artifact of MLflow"
-        if not is_file and _INSTALLED.intersection(path.parts):
+        if not is_file and _is_installed(path):
             continue
         if (part := find_changeable_part(path)) is not None:
             return f"another user can change {str(part)!r}"
         if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"
     return None
+
+
+def _is_installed(path: Path) -> bool:
+    folders = {*site.getsitepackages(), site.getusersitepackages(), *(sysconfig.get_path(n) for n in _LIBRARIES)}
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def record_trust(reference: str, code: Code | None) -> None:

@@ -26,6 +26,7 @@ _DISABLED = re.compile(
     r"/+(gateway|(ajax-)?api/+\d\.\d/+(jobs|mlflow/+(assistant|demo|gateway|gateway-proxy|genai|issues|mcp-servers"
     r"|prompt-optimization|scorers?|webhooks)))(/|$)"
 )
+_REFERENCES = ("mlflow-artifacts", "models", "runs")  # schemes of locations below that of the server
 _DISABLED_TEXT = b"hpsearch disables this feature of MLflow.\n"
 # The assistant's panel would open at the first visit, and cover a quarter of the page.
 _HIDE_ASSISTANT = b"""<script>localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")</script>
@@ -70,7 +71,7 @@ def create_app() -> Asgi:
     from mlflow.server.fastapi_app import app
 
     pages.after_request(_hide_assistant)
-    reject_local_locations(os.environ.get(_DESTINATION))
+    restrict_locations(os.environ.get(_DESTINATION, ""))
     origins = [origin.strip() for origin in os.environ.get(_ORIGINS, "").split(",") if origin.strip()]
     return guard_asgi(app, _MlflowGuard(token or None, origins))
 
@@ -83,33 +84,37 @@ def _hide_assistant(response: Any) -> Any:
     return response
 
 
-def reject_local_locations(destination: str | None) -> None:
-    """Let the MLflow server of this process reject folders of this machine as artifact locations.
+def restrict_locations(destination: str) -> None:
+    """Let the MLflow server of this process use no other artifact locations than its own.
 
-    Otherwise a client could create an experiment whose artifacts are in any folder, and read and write files there.
+    Otherwise a client could create an experiment or a model version whose artifacts are in any folder or bucket, and
+    read and write there with the permissions of the server.
 
     Args:
-        destination: folder or URL of the artifacts that clients access through the server; it stays usable.
+        destination: folder or URL of the artifacts that clients access through the server.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.server import handlers
     from mlflow.store.artifact import artifact_repository_registry as registry
-    from mlflow.utils.uri import is_local_uri
 
     check_scheme = handlers._validate_artifact_uri_scheme
 
-    def check_not_local(uri: str, field_name: str) -> None:
+    def is_own(uri: str) -> bool:
+        return uri == destination or (uri.startswith(f"{destination.rstrip('/')}/") and ".." not in uri)
+
+    def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
-        if is_local_uri(uri):
-            raise MlflowException.invalid_parameter_value(f"'{field_name}' is a folder of the server; omit it")
+        if uri.partition(":")[0] not in _REFERENCES and not is_own(uri):
+            raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 
-    handlers._validate_artifact_uri_scheme = check_not_local
-    for scheme in ("", "file"):
-        create_local: Any = registry.get_registered_artifact_repositories()[scheme]
+    handlers._validate_artifact_uri_scheme = check_own
+    for scheme, repository in list(registry.get_registered_artifact_repositories().items()):
+        if scheme in _REFERENCES:
+            continue
 
-        def create(artifact_uri: str, *arguments: Any, create_local: Any = create_local, **options: Any) -> Any:
-            if artifact_uri != destination:
-                raise MlflowException.invalid_parameter_value("the artifacts are in a folder of the server")
-            return create_local(artifact_uri, *arguments, **options)
+        def create(uri: str, *arguments: Any, repository: Any = repository, **options: Any) -> Any:
+            if not is_own(uri):
+                raise MlflowException.invalid_parameter_value("the artifacts are not at a location of this server")
+            return repository(uri, *arguments, **options)
 
         registry._artifact_repository_registry.register(scheme, create)

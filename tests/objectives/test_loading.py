@@ -93,6 +93,22 @@ def test_the_folder_of_a_file_has_precedence_over_the_working_folder(write, monk
     assert type(load_objective("project/mine.py")).__name__ == "Mine"
 
 
+def test_a_working_folder_of_others_is_not_searched(write, tmp_path, monkeypatch):
+    path = write("own/mine.py", GOOD.format(name="Mine"))
+    (tmp_path / "shared").mkdir()
+    monkeypatch.chdir(tmp_path / "shared")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path.cwd().chmod(0o1777)
+    for reference in (str(path), "digits"):
+        load_objective(reference)
+        assert str(Path.cwd()) not in sys.path
+    Path.cwd().chmod(0o755)
+    load_objective("digits")
+    assert str(Path.cwd()) not in sys.path
+    load_objective(str(path))
+    assert str(Path.cwd()) in sys.path, "the user's own folder, such as that of a project"
+
+
 def test_each_objective_imports_packages_of_its_own_folder(write):
     data = "import common_pack.inner as inner; return inner.WIDTH"
     text = "import common_pack, common_pack.inner\n" + GOOD.format(name="Mine").replace("...", data, 1)

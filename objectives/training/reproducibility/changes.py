@@ -47,8 +47,16 @@ def read_changes(source: Path | None) -> str:
 
 
 def run_git(folder: Path, *arguments: str) -> str:
-    """Run git in a folder and return its output, which is empty if git is missing or fails."""
-    command = ("git", "--no-optional-locks", "-C", str(folder), *arguments)
+    """Run git in a folder and return its output, which is empty if git is missing or fails.
+
+    A repository may come from someone else, and its own settings can name programs. So the monitor of files is
+    disabled, and files are not compared if the settings have filters.
+    """
+    if arguments[0] in {"status", "diff"}:
+        filters = run_git(folder, "config", "--show-scope", "--get-regexp", r"^filter\.")
+        if any(line.startswith(("local", "worktree")) for line in filters.splitlines()):
+            return ""
+    command = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

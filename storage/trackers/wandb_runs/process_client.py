@@ -74,6 +74,7 @@ class Connection:
         with other_end, (self._folder / "process.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
+                cwd=self._folder,  # W&B reads wandb/settings of the working folder, which could name another server
                 env=environment,
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,

@@ -331,6 +331,12 @@ def guard_message(members: Members, path: str) -> None:
     edit_program(lambda program: program["guards_code"].append(code))(members, path)
 
 
+def guard_with_line_feed(members: Members, path: str) -> None:
+    """Hide the end of the text in an escape that is complete after torch has removed the line feeds."""
+    code = f"1 != '\\\nx22); {evaluate_text(path)} #'"
+    edit_program(lambda program: program["guards_code"].append(code))(members, path)
+
+
 def evaluate_size(members: Members, path: str) -> None:
     def change(program: Any) -> None:
         values = program["graph_module"]["graph"]["tensor_values"]
@@ -446,6 +452,7 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
         (write_file, "the operator 'torch.ops.aten.from_file.default'"),
         (guard, 'guards_code "open('),
         (guard_message, "guards_code '1 != b"),
+        (guard_with_line_feed, "guards_code "),
         (evaluate_size, "expr_str 'eval("),
         (pickle_weight, "the pickled object 'linear.weight'"),
         (pickle_inputs, "pickled objects in data/sample_inputs/model.pt"),

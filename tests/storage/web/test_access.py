@@ -21,6 +21,7 @@ import psycopg2
 import pytest
 from mlflow.exceptions import MlflowException
 from sqlalchemy import text
+from sqlalchemy.engine import make_url
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
@@ -145,14 +146,19 @@ def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
     stack: StackInfo, token: str, tmp_path: Path
 ) -> None:
     client = mlflow.MlflowClient(stack.tracking_uri)
-    for location in (f"file://{tmp_path}", str(tmp_path), "relative"):
-        with pytest.raises(MlflowException, match="'artifact_location' is a folder of the server; omit it"):
+    for location in (f"file://{tmp_path}", str(tmp_path), "relative", "s3://bucket/x", f"{stack.home}/artifacts/../x"):
+        with pytest.raises(MlflowException, match="'artifact_location' is not a location of this server; omit it"):
             client.create_experiment("theirs", artifact_location=location)
+    client.create_registered_model("theirs")
+    with pytest.raises(MlflowException, match="'source' is not a location of this server"):
+        client.create_model_version("theirs", "s3://bucket/x")
     run = client.create_run(client.create_experiment("earlier")).info
     found = load_state(stack.home)
     assert found is not None
-    url = make_database_url("mlflow", found.mlflow_password, found.postgres.port, "mlflow")
-    with make_engine(url, application_name="test").begin() as connection:  # as an earlier version allowed
+    url = make_url(stack.owner_url).set(username="mlflow", password=found.mlflow_password, database="mlflow")
+    with make_engine(
+        url.render_as_string(hide_password=False), application_name="test"
+    ).begin() as connection:  # as an earlier version allowed
         change = text("UPDATE runs SET artifact_uri = :folder WHERE run_uuid = :run")
         connection.execute(change, {"folder": f"{tmp_path}/{run.run_id}/artifacts", "run": run.run_id})
     path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run.run_id}&path=a.txt"

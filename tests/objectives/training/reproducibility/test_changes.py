@@ -134,3 +134,12 @@ def test_outside_of_a_repository_there_are_no_changes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("a = 1\n")
     assert read_changes(tmp_path / "mine.py") == ""
     assert read_changes(None) == ""
+
+
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.x.clean"])
+def test_programs_in_the_settings_of_a_repository_do_not_run(commit: Commit, tmp_path: Path, setting: str) -> None:
+    commit({"mine.py": OBJECTIVE, ".gitattributes": "*.py filter=x\n"})
+    subprocess.run(["git", "config", setting, f"touch {tmp_path / 'ran'}"], cwd=tmp_path, check=True)
+    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
+    read_changes(tmp_path / "mine.py")
+    assert not (tmp_path / "ran").exists()

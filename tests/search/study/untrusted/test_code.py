@@ -226,12 +226,13 @@ def test_an_uploaded_module_is_not_imported_as_an_installed_one(
 
 
 @pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("name", ["working folder", "site-packages"])
 def test_a_module_is_not_imported_in_a_folder_of_another_user(
-    storage: PostgresStorage, package: Path, monkeypatch: pytest.MonkeyPatch
+    storage: PostgresStorage, package: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The working folder could contain a module that an imported module imports if it is installed."""
     study = make_study_of_module(storage, package)
-    folder = package.parents[3] / "working folder"
+    folder = package.parents[3] / name
     folder.mkdir()
     folder.chmod(0o1777)
     monkeypatch.syspath_prepend(package.parents[2])
