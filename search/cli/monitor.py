@@ -72,7 +72,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
 def show(
     name: o.StudyName,
     *,
-    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the best and latest")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show all settings and trials, not only the main ones")] = False,
     sort: Annotated[
         str | None,
         typer.Option(

@@ -36,7 +36,13 @@ from hpsearch.search.report.figures import (
 )
 from hpsearch.search.report.headline import Headline, make_headline
 from hpsearch.search.report.importances import compute_importances
-from hpsearch.search.report.show import describe_model, forecast_trials, format_last_failure, format_utc
+from hpsearch.search.report.show import (
+    describe_model,
+    forecast_trials,
+    format_last_failure,
+    format_settings,
+    format_utc,
+)
 from hpsearch.search.report.trials import (
     compute_epoch_usage,
     list_parameter_names,
@@ -124,6 +130,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_escape)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
+        settings=format_settings(study.spec),
         summary=summary,
         budget=study.budget,
         headline=_format_headline(study, summary, finalists) + _format_early_stop(study),

@@ -48,6 +48,21 @@ def _join_bounds(spec: StudySpec) -> str:
     return " or ".join(map(str, spec.constraint_bounds))
 
 
+def format_settings(spec: StudySpec) -> str:
+    """Return the most important settings of a study: ``digits, maximize accuracy, 20 epochs per trial, ...``."""
+    parts = [
+        spec.objective,
+        *(f"{direction} {name}" for name, direction in spec.direction_by_metric.items()),
+        *map(str, spec.constraint_bounds),
+        f"{spec.epochs} epochs per trial",
+        *([f"{spec.folds} folds"] if spec.folds else []),
+        f"sampler {spec.sampler.name}",
+        f"pruner {spec.pruner.name}",
+        f"seed {spec.seed}",
+    ]
+    return ", ".join(parts)
+
+
 def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
     """Return the summary of a study as lines of plain text."""
     spec = study.spec
@@ -215,13 +230,14 @@ def print_study(
     sort: str | None = None,
     parameters: Sequence[str] | None = None,
 ) -> None:
-    """Print the spec, trials and result of a study.
+    """Print the settings, trials and result of a study.
 
     Args:
         console: console to print on.
         study: the study.
         dashboard_url: address of the dashboard; None prints no link.
-        every: whether to print all trials and forecasts instead of the best ones and the latest others.
+        every: whether to print all settings, trials and forecasts, instead of the most important settings, and the best
+            and latest trials.
         sort: order of the trials, see `sort_trials_by`; None for the best first.
         parameters: names of the parameters to show as columns; None for those that fit.
 
@@ -233,16 +249,10 @@ def print_study(
     if unknown := [name for name in parameters or () if name not in known]:
         hint = suggest_names(unknown[0], known)
         raise SearchError(f"--columns {unknown[0]!r}: study {study.spec.name!r} has no such parameter{hint}")
-    redundant = {"metric", "direction"} if study.spec.is_multi_objective else set()  # `directions` has them
-    for key, value in study.spec.model_dump(exclude={"name", "version", *redundant}).items():
-        if value is None:
-            continue
-        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-        shown = ", ".join(value) if isinstance(value, list) else shown
-        shown = ", ".join(map(str, study.spec.constraint_bounds)) if key == "constraints" else shown
-        if key == "n_trials" and value == MAX_TRIALS and study.spec.has_epoch_or_time_budget:
-            shown = "unlimited"
-        console.print(f"{key:>13}  {shown}")
+    if every or study.spec.finalists_of is not None:
+        _print_settings(console, study.spec)
+    else:
+        console.print(f"{format_settings(study.spec)}; --all shows all settings")
     console.print()
     _print_trials(console, study, ordered, every=every, parameters=parameters)
     console.print()
@@ -257,6 +267,19 @@ def print_study(
         lines.append(f"study stopped {why}")
     for line in lines:
         console.print(line)
+
+
+def _print_settings(console: Console, spec: StudySpec) -> None:
+    redundant = {"metric", "direction"} if spec.is_multi_objective else set()  # `directions` has them
+    for key, value in spec.model_dump(exclude={"name", "version", *redundant}).items():
+        if value is None:
+            continue
+        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+        shown = ", ".join(value) if isinstance(value, list) else shown
+        shown = ", ".join(map(str, spec.constraint_bounds)) if key == "constraints" else shown
+        if key == "n_trials" and value == MAX_TRIALS and spec.has_epoch_or_time_budget:
+            shown = "unlimited"
+        console.print(f"{key:>13}  {shown}")
 
 
 def _print_trials(

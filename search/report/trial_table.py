@@ -54,7 +54,7 @@ def _shorten(record: Mapping[str, object], reason: str) -> str:
     """Return a reason in a few words, from the record of the pruner's decision if it has a comparison."""
     value, cutoff, epoch = (record.get(key) for key in ("value", "cutoff", "epoch"))
     if isinstance(value, int | float) and isinstance(cutoff, int | float) and isinstance(epoch, int):
-        sign = "<" if value < cutoff else ">" if value > cutoff else "="
+        sign = "<" if value < cutoff else ">" if value > cutoff else "ties"
         digits = next((d for d in (4, 6) if value == cutoff or f"{value:.{d}g}" != f"{cutoff:.{d}g}"), 9)
         return f"{format_number(value, digits)} {sign} {format_number(cutoff, digits)} at epoch {epoch + 1}"
     return shorten_reason(reason)

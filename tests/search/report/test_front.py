@@ -39,7 +39,7 @@ def page_of(study: StoredStudy, folder: Path) -> tuple[str, dict[str, Any]]:
 def test_the_page_shows_the_pareto_front_instead_of_the_best_trial(study: StoredStudy, tmp_path: Path) -> None:
     page, data = page_of(study, tmp_path)
     assert "The Pareto front in accuracy and latency_ms has 2 of 5 trials" in page
-    assert "maximize accuracy, minimize latency_ms · latency_ms &lt;= 5 · model_mb &lt;= 10" in page
+    assert "maximize accuracy, minimize latency_ms, latency_ms &lt;= 5, model_mb &lt;= 10" in page
     assert "Parameters of the best" not in page
     assert data["front"]["trials"] == [0, 1]
     assert data["front"]["bounds"] == [{"metric": 1, "limit": 5.0, "text": "latency_ms <= 5"}]

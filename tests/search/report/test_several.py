@@ -31,7 +31,7 @@ def study(database_url: str) -> StoredStudy:
 
 
 def test_the_table_has_a_column_for_each_metric(study: StoredStudy) -> None:
-    lines = lines_of(lambda console: print_study(console, study, None, every=False))
+    lines = lines_of(lambda console: print_study(console, study, None, every=True))
     assert "   directions  accuracy=maximize, latency_ms=minimize" in lines
     assert "  constraints  latency_ms <= 5, model_mb <= 10" in lines
     assert not any(line.split()[:1] in (["metric"], ["direction"]) for line in lines)

@@ -61,7 +61,7 @@ def test_the_spent_budget_is_printed_in_its_unit(
     say: Say, claims: Claims, storage: PostgresStorage, database_url: str
 ) -> None:
     retired = cut(claims)
-    shown = say("show", "s")
+    shown = say("show", "s", "--all")
     assert "study s: 1 trial, 2 of 2 epochs (0 complete, 1 pruned" in shown
     assert "the budget of 2 epochs was spent" in shown
     assert re.search(r"n_trials +unlimited", shown)
