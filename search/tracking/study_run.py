@@ -160,29 +160,26 @@ def write_note(study: StoredStudy, summary: Summary) -> None:
 
 
 def study_note(study: StoredStudy, summary: Summary) -> str:
-    """Return the note of the study in Markdown.
+    """Return the note of the study in Markdown, the result first, because MLflow shows only the first lines.
 
     The links are in the note because the dashboard does not render links in attributes.
     """
     spec = study.spec
-    lines = [
-        f"**{escape_markdown(spec.name)}**: "
-        + escape_markdown(f"{spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}."),
-        "",
-        f"{format_markdown_link('The study in MLflow', study.attrs.get(RUN_URL))}; "
-        f"its workers: {format_markdown_code(format_command('top', spec.name))}",
-    ]
+    about = f"{spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}."
+    lines = [f"**{escape_markdown(spec.name)}**: {escape_markdown(about)}"]
+    found = make_headline(study, summary, read_finalists(study)).format_lines()
+    results = escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in found))
     if spec.is_multi_objective and summary.front:
-        lines += ["", "Pareto front:", "", *_format_front_table(spec, summary.front)]
+        lines = [results, "", "Pareto front:", "", *_format_front_table(spec, summary.front), "", *lines]
     elif (best := summary.best) is not None:
         params = ", ".join(
             f"{format_markdown_code(key)} = {escape_markdown(format_value(value))}"
             for key, value in best.params.items()
         )
         value = f"val {escape_markdown(spec.metric)} {get_first_value(best):.4f}"
-        lines += ["", f"Best: {_format_trial_link(best)}, {value} with {params}."]
-    if results := make_headline(study, summary, read_finalists(study)).format_lines():
-        lines += ["", escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in results))]
+        lines = [f"Best: {_format_trial_link(best)}, {value}. {results}", "", f"Parameters: {params}.", "", *lines]
+    elif results:
+        lines += ["", results]
     if summary.out_of_bounds:
         bounds = " or ".join(format_markdown_code(str(bound)) for bound in spec.constraint_bounds)
         lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is violated."]
@@ -193,7 +190,8 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     lines += ["", *(f"- {escape_markdown(line)}" for line in rungs)] if rungs else []
     promoted = [line for line in format_promotions(study) if line]
     lines += ["", *(f"- {escape_markdown(line)}" for line in promoted)] if promoted else []
-    return "\n".join(lines)
+    link = format_markdown_link("The study in MLflow", study.attrs.get(RUN_URL))
+    return "\n".join([*lines, "", f"{link}; its workers: {format_markdown_code(format_command('top', spec.name))}"])
 
 
 def _format_directions(spec: StudySpec) -> str:
