@@ -138,7 +138,8 @@ class FaultFinder:
             return ""
         if (after > before) if self._objective.direction == "maximize" else (after < before):
             return ""
-        if after == before == _IDEAL_VALUES.get(self._objective.metric):  # such as a batch with a single class
+        ideal = {_IDEAL_VALUES.get(self._objective.metric), *self._objective.bounds}
+        if after == before and before in ideal:  # such as a batch with a single class
             return ""
         name, direction = self._objective.metric, self._objective.direction
         return f"{name} of the batch ({direction}) was {before:.4g} and is {after:.4g}, although the loss fell"

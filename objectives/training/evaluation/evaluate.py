@@ -84,7 +84,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
         step: step function of the run; or a loss module from (output, target) to losses [n], or to an additive mean
             (see `as_additive_loss`).
         metrics: metrics on `device`; they are reset first.
-        batch_size: rows per forward pass. The result does not depend on it.
+        batch_size: rows per forward pass. The result depends on it only if the loss relates the samples of a batch.
         device: device of the model.
         num_workers: number of processes that load a dataset which is not in memory.
         ranks: ranks that evaluate together, each a share of the samples, without padding.

@@ -20,8 +20,8 @@ from tests.storage.trials.support import Join, outcomes, rows, take
 
 @pytest.fixture
 def settled_server(postgres_server: Any, engine: sa.Engine) -> None:
-    """Wait until the server has been up for longer than the lease of a tenth of a second."""
-    while not rows(engine, "SELECT pg_postmaster_start_time() < now() - interval '0.2 second' AS up")[0].up:
+    """Wait until the server has been up for longer than two leases of a tenth of a second."""
+    while not rows(engine, "SELECT pg_postmaster_start_time() < now() - interval '0.3 second' AS up")[0].up:
         time.sleep(0.02)
 
 

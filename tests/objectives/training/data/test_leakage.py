@@ -271,3 +271,9 @@ def test_close_samples_are_no_near_duplicates_where_all_samples_are_close(make: 
 @pytest.mark.parametrize("name", sorted({*BUILTIN} - {"gan"}))  # which has a custom loop
 def test_the_built_in_objectives_have_no_leak(name: str) -> None:
     assert find_leaks(load_objective(name).data(0)) == {}
+
+
+def test_users_of_a_recommender_recur_with_other_items() -> None:
+    pairs = torch.randperm(60 * 80, generator=torch.Generator().manual_seed(0))[:1200]
+    users, items = pairs // 80, pairs % 80
+    assert find_leaks(Splits.make(users, items, seed=0, stratify=False)) == {}
