@@ -216,7 +216,8 @@ def serve_check(
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance, allow_code=allow_code)
     echo(f"{done.version.model} version {done.version.number} is from trial {done.trial} of study {done.study}")
-    echo(f"recorded score    val {done.metric} {done.recorded_value:.9g}")
+    trained_on = " (of a refit, on samples that it was trained on)" if done.is_refit else ""
+    echo(f"recorded score    val {done.metric} {done.recorded_value:.9g}{trained_on}")
     if done.recomputed_value is not None:
         by_weights = " (from the trial's weights)" if done.scored_by_weights else ""
         echo(f"recomputed score  val {done.metric} {done.recomputed_value:.9g}{by_weights}")

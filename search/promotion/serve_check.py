@@ -73,6 +73,7 @@ class ServeCheckResult:
         scored_by_weights: whether the value is that of the trial's weights, because the objective overrides `evaluate`,
             which may call the model with any inputs, or each fold validates its own model; then the predictions are
             compared with those of the weights.
+        is_refit: whether the model was trained on all data, also on the samples of the score.
     """
 
     version: Version
@@ -84,6 +85,7 @@ class ServeCheckResult:
     mismatch: str
     weights_only: str = ""
     scored_by_weights: bool = False
+    is_refit: bool = False
 
 
 def serve_check(
@@ -147,7 +149,8 @@ def serve_check(
     if not error and not difference <= tolerance:  # negated, so that NaN is a difference
         error = f"the difference {difference:.3g} exceeds --tolerance {tolerance:g}{changed}"
     name, metric = study.spec.name, study.spec.metric
-    return ServeCheckResult(version, name, number, metric, value, scored, error, export_failure, by_weights)
+    is_refit = study.spec.refit is not None
+    return ServeCheckResult(version, name, number, metric, value, scored, error, export_failure, by_weights, is_refit)
 
 
 def _score_weights(files: Path, objective: Objective) -> float:

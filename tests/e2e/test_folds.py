@@ -48,5 +48,7 @@ def test_all_commands_agree_on_the_mean_of_the_folds(cli: Cli) -> None:
     assert auroc == pytest.approx(float(tested[1]), abs=1e-4)
 
     assert "are now" not in cli("promote", name, "--model", model, "--refit")
-    assert "score reproduced in a process without the code" in cli("serve-check", f"{model}@champion")
+    served = cli("serve-check", f"{model}@champion")
+    assert "(of a refit, on samples that it was trained on)" in served
+    assert "score reproduced in a process without the code" in served
     assert cli.study(f"{name}.refit").user_attrs["hpsearch:spec"]["folds"] is None
