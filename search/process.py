@@ -52,7 +52,8 @@ def report_errors(work: Callable[[], int]) -> int:
         print(f"hpsearch: {escape_line(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except StudyNotFoundError:
-        print("hpsearch: another command has deleted the study meanwhile", file=sys.stderr, flush=True)  # noqa: T201
+        message = "another command has deleted the study; list the studies with hpsearch studies"
+        print(f"hpsearch: {message}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
         return EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
         from hpsearch.storage.database.retry import is_database_error, is_transient

@@ -179,7 +179,7 @@ def find_changeable_part(path: Path) -> Path | None:
 
     Parts are the file, its folders up to the root, and links with their targets. They must belong to the user or root,
     and others must not have write permission, unless a folder is sticky as /tmp is and does not contain the file
-    itself. The user's private group does not count as others, unless an access control list grants more permissions.
+    itself. The user's private group does not count as others, unless the file has an access control list.
     """
     current, names, links = Path(path.anchor), list(path.parts[1:]), 0
     if _can_others_change(current, current.lstat(), is_sticky_safe=True):

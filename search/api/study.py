@@ -731,7 +731,7 @@ def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
     """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted names.
 
     There is no confirmation prompt. Runs and models in MLflow are kept. If the study's settings in the database are
-    damaged, its files are kept too.
+    damaged, only its database rows are deleted: its files, and its finalist and refit studies, are kept too.
 
     Example:
         assert delete_study("example") == ["example.finalists", "example.refit", "example"]

@@ -188,14 +188,19 @@ def delete(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None
     study = None
     with suppress(DamagedStudyError):
         study = Study.open(name, **where)
-    described = f"study {name}, whose settings are damaged" if study is None else describe_deletion(study._stored)
+    described = (
+        f"the database rows of study {name}, whose settings are damaged"
+        if study is None
+        else describe_deletion(study._stored)
+    )
     if not yes and not confirm(f"delete {described}?"):
         echo("cancelled: nothing was deleted")
         raise typer.Exit(1)
     if study is None:
         services, storage = open_services(where)
         delete_damaged_study(storage, name)
-        echo(f"deleted study {name}; its MLflow runs, and its folders named {name}-... in {services.home}, are kept")
+        kept = f"MLflow runs, finalist and refit studies, and folders named {name}-... in {services.home}"
+        echo(f"deleted study {name}; its {kept} are kept")
         return
     for deleted in delete_study(study._services, study._stored):
         echo(f"deleted study {deleted}; its MLflow runs are kept")

@@ -73,7 +73,7 @@ class ServeCheckResult:
         scored_by_weights: whether the value is that of the trial's weights, because the objective overrides `evaluate`,
             which may call the model with any inputs, or each fold validates its own model; then the predictions are
             compared with those of the weights.
-        is_refit: whether the model was trained on all data, also on the samples of the score.
+        is_refit: whether the model was trained on the training and validation samples, with those of the score.
     """
 
     version: Version

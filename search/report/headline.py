@@ -221,7 +221,8 @@ def make_extend_options(study: StoredStudy, summary: Summary) -> tuple[str, str]
 def count_flat_trials(study: StoredStudy, best: FrozenTrial) -> int:
     """Return how many finished trials have larger numbers than the best one.
 
-    Not the order of ends, because a pruner that pauses trials ends most of them at the end of the search.
+    Numbers are compared instead of end times, because a pruner that pauses trials ends most of them at the end of the
+    search.
     """
     return sum(trial.state.is_finished() and trial.number > best.number for trial in study.trials())
 

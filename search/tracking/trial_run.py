@@ -338,5 +338,7 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
     }
     if sha := found.get("git_sha"):
         # The name that MLflow's UI shows as the run's source version.
-        tags |= {"mlflow.source.git.commit": sha, tag_names.GIT_DIRTY: str(found["git_dirty"]).lower()}
+        tags["mlflow.source.git.commit"] = sha
+        if found["git_dirty"] is not None:
+            tags[tag_names.GIT_DIRTY] = str(found["git_dirty"]).lower()
     return tags

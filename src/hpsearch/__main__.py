@@ -33,7 +33,7 @@ def main() -> None:
     except MemoryError as error:  # a traceback needs memory too
         if str(error):  # an array that is too large
             raise
-        os.write(2, b"hpsearch: not enough memory\n")
+        os.write(2, b"hpsearch: not enough memory; end other programs, or raise the limit of memory\n")
         os._exit(1)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0

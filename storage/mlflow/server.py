@@ -21,7 +21,7 @@ from hpsearch.storage.web.token import TOKEN_VARIABLE
 _ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"  # MLflow's own variables
 _DESTINATION = "_MLFLOW_SERVER_ARTIFACT_DESTINATION"
 _PROXY = "/mlflow-artifacts/"
-# Features that run programs on the server or send requests to addresses of the client.
+# Features that run programs on the server or send requests to addresses that the client chooses.
 _DISABLED = re.compile(
     r"/+(gateway|(ajax-)?api/+\d\.\d/+(jobs|mlflow/+(assistant|demo|gateway|gateway-proxy|genai|issues|mcp-servers"
     r"|prompt-optimization|scorers?|webhooks)))(/|$)"
@@ -35,7 +35,7 @@ _UPLOAD_TEXT = b"Upload to the artifacts of a run, model or trace: EXPERIMENT/RU
 
 
 class _MlflowGuard(Guard):
-    """Guard that also rejects uploads to other folders than those that MLflow uses for artifacts.
+    """Guard that also rejects the disabled features, and uploads outside the artifacts of runs, models and traces.
 
     Commands import no objective file from a folder of artifacts, which they recognize by its path.
     """
@@ -85,7 +85,7 @@ def _hide_assistant(response: Any) -> Any:
 
 
 def restrict_locations(destination: str) -> None:
-    """Let the MLflow server of this process use no other artifact locations than its own.
+    """Restrict the MLflow server of this process to its own artifact locations.
 
     Otherwise a client could create an experiment or a model version whose artifacts are in any folder or bucket, and
     read and write there with the permissions of the server.

@@ -43,8 +43,8 @@ _COUNT_FAILURES = f"""
                                    WHERE g.trial_id = b.trial_id AND g.key = '{LAST_PROGRESS}'), 1)
 """  # noqa: S608 the parts are constants
 
-# A lease that expired while the server was down does not show that the worker is dead. Its recovery counts toward the
-# time since its start, so workers get two leases to come back.
+# A lease that expired while the server was down does not show that the worker is dead. The recovery of the server is
+# part of the time since its start, so workers get two leases to reconnect.
 _IS_EXPIRED = """
     (a.expires_at < clock_timestamp()
      AND pg_postmaster_start_time() < clock_timestamp() - 2 * a.lease * interval '1 second')

@@ -50,7 +50,7 @@ def _can_be_equal(train: Dataset) -> bool:
     values = torch.unique(torch.cat([part[:, ::stride].double() for part in parts], dim=1), dim=0)
     if len(values) < _MIN_DIFFERENT:
         return True
-    if values.shape[1] == 1:  # such as the number of a user
+    if values.shape[1] == 1:  # distinct values of one feature, such as numbers of users, have no similar pairs
         return len(values) < _MIN_DISTINCT * len(rows)
     if any(len(torch.unique(column)) >= _MIN_DISTINCT * len(values) for column in values.T):
         return False

@@ -46,16 +46,21 @@ def read_changes(source: Path | None) -> str:
     return hide_secrets(diff) + "\n" if diff else ""
 
 
-def run_git(folder: Path, *arguments: str) -> str:
-    """Run git in a folder and return its output, which is empty if git is missing or fails.
+def has_filters(folder: Path) -> bool:
+    """Return whether the settings of a repository define filters, which are programs."""
+    filters = run_git(folder, "config", "--show-scope", "--get-regexp", r"^filter\.")
+    return any(line.startswith(("local", "worktree")) for line in filters.splitlines())
 
-    A repository may come from someone else, and its own settings can name programs. So the monitor of files is
-    disabled, and files are not compared if the settings have filters.
+
+def run_git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder and return its output.
+
+    The output is empty if git is missing or fails, or if files are to be compared and the settings of the repository
+    define filters. A repository may come from someone else, and its own settings can name programs: filters, or a
+    monitor of files, which is disabled.
     """
-    if arguments[0] in {"status", "diff"}:
-        filters = run_git(folder, "config", "--show-scope", "--get-regexp", r"^filter\.")
-        if any(line.startswith(("local", "worktree")) for line in filters.splitlines()):
-            return ""
+    if arguments[0] in {"status", "diff"} and has_filters(folder):
+        return ""
     command = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)

@@ -113,7 +113,10 @@ def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
 def test_a_lack_of_memory_is_one_line() -> None:
     code = _INTERRUPTED.replace("os.kill(os.getpid(), signal.Signals[sys.argv[1]])", "raise MemoryError")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "hpsearch: not enough memory\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "hpsearch: not enough memory; end other programs, or raise the limit of memory\n",
+    )
 
 
 def test_ctrl_c_while_the_interpreter_exits_is_silent() -> None:

@@ -128,4 +128,7 @@ def test_a_study_that_was_deleted_during_a_command_is_an_error(
 ) -> None:
     storage.delete_study(stored.study_id)
     assert report_errors(lambda: storage.delete_study(stored.study_id) or 0) == 2
-    assert capsys.readouterr().err == "hpsearch: another command has deleted the study meanwhile\n"
+    assert (
+        capsys.readouterr().err
+        == "hpsearch: another command has deleted the study; list the studies with hpsearch studies\n"
+    )
