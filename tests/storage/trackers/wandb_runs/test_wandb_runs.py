@@ -297,3 +297,15 @@ def test_records_of_several_blocks_are_read_completely(tmp_path: Path) -> None:
     torn = [row["_step"] for row in rows(path)]
     assert torn == list(range(len(torn)))
     assert 5 < len(torn) < 20
+
+
+def test_settings_in_the_working_folder_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B reads wandb/settings, which could name another server for the key."""
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    line = Connection(tmp_path / "own")
+    process, _ = line._start()
+    try:
+        assert psutil.Process(process.pid).cwd() == str(tmp_path / "own")
+    finally:
+        line.close()
