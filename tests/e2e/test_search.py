@@ -152,7 +152,7 @@ def test_other_settings_are_rejected_with_the_difference(cli: Cli, search: Searc
 def test_show_and_studies_list_the_study(cli: Cli, search: Search) -> None:
     best = search.study.best_trial
     assert re.search(rf"{search.name} +digits +12/12 .*accuracy {best.value:.4f}", cli("studies"))
-    shown = cli("show", search.name)
+    shown = cli("show", search.name, "--all")
     assert "n_startup_trials=4" in shown
     assert re.search(r" pruned .* 0\.\d+ < 0\.\d+ at epoch \d$", shown, re.MULTILINE)
     assert f"best: trial {best.number}" in shown

@@ -138,12 +138,18 @@ scrape_configs:
         with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/{path}") as response:
             return json.load(response)["data"]
 
+    def is_ready() -> bool:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{own}/-/ready").status == 200
+        except urllib.error.URLError:  # it does not listen yet, or replies with status 503
+            return False
+
     def has_data(query: str) -> bool:
         return bool(ask(f"query?{urllib.parse.urlencode({'query': query})}")["result"])
 
     with subprocess.Popen(command, cwd=tmp_path) as process:
         try:
-            wait_for(lambda: process.poll() is not None or answers(own), "Prometheus to listen")
+            wait_for(lambda: process.poll() is not None or is_ready(), "Prometheus to be ready")
             for query in queries:
                 wait_for(lambda query=query: has_data(query), f"data of {query}")
             (group,) = ask("rules")["groups"]
