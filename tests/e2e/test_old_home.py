@@ -40,7 +40,7 @@ def test_a_home_from_before_version_0_1_opens_and_resumes(
         assert "kept@champion (trial 1)" in listed
         shown = cli("show", "cut")
         assert "a free worker resumes the trial next" in shown
-        assert re.search(r"sampler +name=tpe,", shown), "not the default of this version"
+        assert "sampler tpe" in shown, "not the default of this version"
         before = epochs(cli)
         assert [len(trial) for trial in before] == [9, 1, 1, 1]
 
