@@ -98,7 +98,7 @@ def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
 
 def assert_served(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     said = arena.run("serve-check", f"{NAME}@champion")
-    values = dict(re.findall(r"^(recorded|recomputed) score +val accuracy (\S+)$", said, re.MULTILINE))
+    values = dict(re.findall(r"^(recorded|recomputed) score +val accuracy (\S+)", said, re.MULTILINE))
     assert refit.selected_trial is not None
     recorded = load_study(study.storage, MADE).trials()[refit.selected_trial].value
     assert abs(float(values["recorded"]) - (recorded or 0)) < 1e-6
