@@ -7,10 +7,10 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_ANYWHERE = "0.0.0.0"  # noqa: S104 an address to compare with, not to listen on
 
 # Constants and structures of linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h.
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
@@ -24,13 +24,8 @@ _TABLE = Path("/proc/net/tcp")
 
 def is_own_server(port: int, client_port: int | None = None) -> bool:
     """Return whether this user serves a port of 127.0.0.1; True where this is unknown. See `find_server_users`."""
-    return is_served_by({os.geteuid()}, port, client_port)
-
-
-def is_served_by(uids: Collection[int], port: int, client_port: int | None = None) -> bool:
-    """Return whether only these users serve a port of 127.0.0.1; True where this is unknown."""
     users = find_server_users(port, client_port)
-    return users is None or (bool(users) and users <= set(uids))
+    return users is None or users == {os.geteuid()}
 
 
 def find_server_users(port: int, client_port: int | None = None) -> set[int] | None:
@@ -68,7 +63,7 @@ def _find_socket(port: int, client_port: int) -> tuple[int, int] | None:
 def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
     if sys.platform != "linux":
         return None
-    server, client = (socket.inet_aton(host) + bytes(12) for host in (LOOPBACK, LOOPBACK if client_port else "0.0.0.0"))  # noqa: S104
+    server, client = (socket.inet_aton(host) + bytes(12) for host in (LOOPBACK, LOOPBACK if client_port else _ANYWHERE))
     ends = struct.pack("!HH", port, client_port) + server + client + bytes(4) + _NO_COOKIE
     request = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ALL_STATES) + ends
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
@@ -81,7 +76,7 @@ def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
 
 
 def _read_table(port: int, client_port: int) -> tuple[int, int] | None:
-    loopback, anywhere = (f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}" for host in (LOOPBACK, "0.0.0.0"))  # noqa: S104
+    loopback, anywhere = (f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}" for host in (LOOPBACK, _ANYWHERE))
     if client_port:
         ends = rf" {loopback}:{port:04X} {loopback}:{client_port:04X} \w\w"
     else:

@@ -1,6 +1,7 @@
 """The MLflow server as an ASGI application that needs a token; ``mlflow server --app-name hpsearch`` runs it.
 
-The token gives access to the data of MLflow, not to the account or the files of the user who runs the server.
+A client with the token can read and change the data of MLflow, but cannot run programs or reach other files of the
+server.
 """
 
 from __future__ import annotations
