@@ -34,12 +34,13 @@ class StudyNotFoundError(KeyError):
 
 
 class DamagedStudyError(StorageError):
-    """Study with an attribute in the database that is not valid JSON or has another type."""
+    """Study with an attribute in the database that is not valid JSON, or has invalid contents."""
 
-    def __init__(self, study: str, key: str) -> None:
+    def __init__(self, study: str, key: str, fault: str = "") -> None:
         super().__init__(
-            f"the settings of study {study!r} in the database are damaged (attribute {key!r}); restore a backup, or "
-            f"delete the study with: hpsearch delete {shlex.quote(study)}"
+            f"the settings of study {study!r} in the database are damaged (attribute {key!r}{fault and f': {fault}'}); "
+            "restore a backup, use the version of hpsearch that created the study, or delete the study with: "
+            f"hpsearch delete {shlex.quote(study)}"
         )
 
 

@@ -234,7 +234,8 @@ def _is_private_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == gid)}
+    return group.gr_name == user.pw_name and members == {user.pw_name}
 
 
 def compute_sha256(path: Path) -> str:

@@ -388,7 +388,7 @@ def parse_stored_spec(values: Any) -> StudySpec:
         SearchError: a setting is invalid.
     """
     if not isinstance(values, Mapping):
-        raise SearchError(f"the stored settings are not an object, but {type(values).__name__}; delete the study")
+        raise SearchError(f"the stored settings are not an object, but {type(values).__name__}")
     return parse_spec(translate_spec(values))
 
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -275,9 +274,10 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} was not created by hpsearch; give another study")
-    if not isinstance(stored, Mapping):
-        raise DamagedStudyError(name, SPEC)
-    spec = parse_stored_spec(stored)
+    try:
+        spec = parse_stored_spec(stored)
+    except SearchError as error:
+        raise DamagedStudyError(name, SPEC, str(error).partition(";")[0]) from error
     if spec.name != name:  # otherwise a worker's role could direct a command for this study to another one
         raise SearchError(
             f"study {name!r} was renamed: its settings have the name {spec.name!r}; rename or delete it in the Optuna "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import hashlib
 import os
+import pwd
 import shutil
 import struct
 import subprocess
@@ -148,6 +150,20 @@ def test_an_access_control_list_lets_others_change_a_file_of_the_users_private_g
         )
     except OSError:
         pytest.skip("the file system has no access control lists")
+    assert find_changeable_part(tmp_path / "file") == tmp_path / "file"
+
+
+def test_a_group_that_is_the_first_group_of_two_users_is_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = pwd.getpwuid(os.geteuid())
+    if grp.getgrgid(user.pw_gid).gr_name != user.pw_name or os.getegid() != user.pw_gid:
+        pytest.skip("the user has no group of its own")
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o660)
+    assert find_changeable_part(tmp_path / "file") is None
+    other = pwd.struct_passwd(("other", "x", user.pw_uid + 1, user.pw_gid, "", "/", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [user, other])
     assert find_changeable_part(tmp_path / "file") == tmp_path / "file"
 
 

@@ -54,6 +54,25 @@ def test_a_damaged_study_can_be_listed_and_deleted(
     assert list_studies() == []
 
 
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ({}, "--name is not set"),
+        ([1], "the stored settings are not an object, but list"),
+        (spec_of().model_dump() | {"name": "s", "later": 1}, "unknown setting 'later'"),
+    ],
+)
+def test_a_study_with_invalid_settings_can_be_deleted(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], spec: object, fault: str
+) -> None:
+    study = optuna.create_study(study_name="s", storage=storage)._study_id
+    storage.set_study_user_attr(study, SPEC, spec)
+    assert run_command(["show", "s"]) == 2
+    assert f"in the database are damaged (attribute 'hpsearch:spec': {fault}" in read_error(capsys)
+    assert run_command(["delete", "s", "--yes"]) == 0
+    assert list_studies() == []
+
+
 def test_attributes_that_are_not_json_do_not_hide_pending_trials(storage: PostgresStorage) -> None:
     study = make_study(storage)
     attrs = {"a": float("nan"), TRACKING: "pending: on its way", "z": float("inf")}
