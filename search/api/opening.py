@@ -99,7 +99,7 @@ class StudyRow:
         finished_trials: number of finished trials.
         budget: maximum number of trials.
         used_budget: the used part of each budget, as text.
-        complete_trials, pruned_trials, failed_trials: numbers of trials by state.
+        complete_trials, pruned_trials, infeasible_trials, failed_trials: numbers of trials by state.
         running_trials: number of running trials.
         best_value, best_number: value and number of the best trial by the first metric; None if no trial is COMPLETE.
         front: number of trials on the Pareto front; 0 in a single-objective study.
@@ -120,6 +120,7 @@ class StudyRow:
     used_budget: str = ""
     complete_trials: int = 0
     pruned_trials: int = 0
+    infeasible_trials: int = 0
     failed_trials: int = 0
     running_trials: int = 0
     best_value: float | None = None
@@ -204,6 +205,7 @@ def _make_row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy
         used_budget=at.summary,
         complete_trials=at.complete,
         pruned_trials=at.pruned,
+        infeasible_trials=at.infeasible,
         failed_trials=at.fail,
         running_trials=len(at.running),
         best_value=at.best_value,

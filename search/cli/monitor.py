@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpsearch.search.report.top import StudyStatus
 
 
-_NUMBERS = ("trials", "complete", "pruned", "failed", "running")
+_NUMBERS = ("trials", "complete", "pruned", "infeasible", "failed", "running")
 _COLUMNS = ("study", "objective", *_NUMBERS, "best", "promoted")
 _ALWAYS = {"study", "objective", "trials", "complete", "best"}
 _MIN_WIDTHS = {"study": 5, "objective": 8, "best": 9}  # characters; narrower columns are unreadable

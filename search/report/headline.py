@@ -45,8 +45,8 @@ class Headline:
     """The answers of a study in a few lines, without a period.
 
     Attributes:
-        results: the lead of the best trial over the second, and over the default configuration; the most important
-            parameters.
+        results: the lead of the best trial over the second, and over the default configuration, or the range of the
+            Pareto front; whether new runs confirm the result; the most important parameters.
         gain: gain of the best trial over the default configuration; None if unknown.
         cost: time and epochs; empty if no trial has run.
         next_steps: findings with their commands, most important first.
@@ -75,16 +75,20 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
         finalists: finalists of the study; None if there are none.
     """
     results, gain, is_tie = list[str](), None, False
-    if not study.spec.is_multi_objective and summary.best is not None:
+    has_winner = finalists is not None and finalists.winner is not None
+    if study.spec.is_multi_objective:
+        results = _format_front_ranges(study, summary)
+    elif summary.best is not None:
         lead, is_tie = _format_lead(study)
         default, gain = _compare_with_default(study, summary.best)
         results = [line for line in (lead, default) if line]
-        if finalists is not None and finalists.winner is not None:  # new runs decide, not the values of the search
+        if has_winner:  # new runs decide, not the values of the search
             ranks = ("tied", "ahead", "better", "no better")
             subject = f"in the search, trial {summary.best.number} was"
             results = [f"{subject} {line}" if line.startswith(ranks) else line for line in results]
-        if important := _format_importances(study, summary.best):
-            results.append(important)
+    if summary.front and study.spec.finalists_of is None:
+        results += [] if has_winner or summary.finished < 2 else [_format_doubt(study, summary)]
+        results += _format_importances(study, summary)
     next_steps = _find_next_steps(study, summary, finalists, is_tie=is_tie)
     return Headline(results, gain, _format_cost(study, summary), next_steps)
 
@@ -143,12 +147,44 @@ def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, f
     return f"better than the default configuration, trial {default.number}, by {format_difference(gain)}", gain
 
 
-def _format_importances(study: StoredStudy, best: FrozenTrial) -> str:
-    """Return the most important parameters of the best trial: ``most important: lr (72%)``; empty if unknown."""
-    if isinstance(found := compute_importances(study), str):
-        return ""
-    shares = [f"{name} ({share:.0%})" for name, share in found.shares if share >= _IMPORTANT and name in best.params]
-    return f"most important: {', '.join(shares[:_MAX_IMPORTANT])}" if shares else ""
+def _format_front_ranges(study: StoredStudy, summary: Summary) -> list[str]:
+    """Return a line with the range of each metric on the Pareto front; an empty list if the front has no two trials."""
+    if len(summary.front) < 2:
+        return []
+    ranges = []
+    for place, name in enumerate(study.spec.direction_by_metric):
+        values = [trial.values[place] for trial in summary.front]
+        ranges.append(f"{name} {format_value(min(values))} to {format_value(max(values))}")
+    return [f"on the Pareto front: {', '.join(ranges)}"]
+
+
+def _format_doubt(study: StoredStudy, summary: Summary) -> str:
+    """Return the line for a result that no new runs confirm."""
+    trials = pluralize(summary.finished, "trial")
+    if study.spec.is_multi_objective:
+        return f"not confirmed by new runs: the front is the best of {trials}, so its values are too optimistic"
+    value = get_first_value(summary.front[0])
+    return f"not confirmed by new runs: {value:.4f} is the best of {trials}, so it is too optimistic"
+
+
+def _format_importances(study: StoredStudy, summary: Summary) -> list[str]:
+    """Return a line per metric: ``most important: lr (72%)``, or why the importances are unknown.
+
+    There is no line with a single parameter. With one metric, only the parameters of the best trial count.
+    """
+    lines = list[str]()
+    if len({name for trial in study.trials() for name in trial.params}) < 2:
+        return lines
+    for place, name in enumerate(study.spec.direction_by_metric):
+        found = compute_importances(study, place)
+        if isinstance(found, str):
+            return [f"importances: {found[0].lower()}{found[1:].rstrip('.')}"]
+        known = None if study.spec.is_multi_objective else summary.front[0].params
+        shares = [(key, share) for key, share in found.shares if known is None or key in known]
+        important = [f"{key} ({share:.0%})" for key, share in shares if share >= _IMPORTANT][:_MAX_IMPORTANT]
+        subject = f"most important for {name}" if study.spec.is_multi_objective else "most important"
+        lines += [f"{subject}: {', '.join(important)}"] if important else []
+    return lines
 
 
 def _format_cost(study: StoredStudy, summary: Summary) -> str:
@@ -179,7 +215,7 @@ def _find_next_steps(
     flat = count_flat_trials(study, single) if single is not None else 0
     is_decided = finalists is not None and finalists.winner is not None
     n_parameters = max(len(trial.params) for trial in study.trials())
-    why = "the best trials may differ by chance only" if is_tie else "the best of many trials is too optimistic"
+    why = "the best trials may differ by chance only" if is_tie else "the best value is partly luck"
     if flat >= max(_MIN_FLAT_TRIALS, summary.finished / 2):
         why = f"the last {flat} of {pluralize(summary.finished, 'trial')} found no better value"
     elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None and not is_decided:

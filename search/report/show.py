@@ -64,31 +64,13 @@ def format_settings(spec: StudySpec) -> str:
 
 
 def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
-    """Return the summary of a study as lines of plain text."""
+    """Return the summary of a study as lines of plain text, the result last, where a terminal shows it."""
     spec = study.spec
     shown_always = ("complete", "pruned", "failed")
     counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in shown_always]
     lines = [f"study {spec.name}: {study.format_progress(summary.finished)} ({', '.join(counts)})"]
     if (early_stop := study.early_stop) is not None:
         lines.append(f"stopped after {early_stop.started} of {early_stop.budget} trials: {early_stop.reason}")
-    if spec.is_multi_objective and summary.front:
-        lines += format_front(spec, summary.front)
-    elif summary.best is not None:
-        best = summary.best
-        lines.append(
-            f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
-        )
-        lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
-    else:
-        why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
-        lines.append(f"best: none, because {why}")
-        lines += format_last_failure(study)
-    finalists = read_finalists(study)
-    headline = make_headline(study, summary, finalists)
-    lines += headline.format_lines()
-    if summary.out_of_bounds:
-        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
-    lines += format_confirmation(study)
     if summary.epochs_saved:
         lines.append(f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs")
     lines += format_rungs(study)
@@ -96,8 +78,14 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
         lines.append(f"devices: {format_devices(devices)}")
     if summary.untracked:
         lines += _format_untracked(study)
+    lines += _format_links(study, summary, dashboard_url)
+    return [*lines, "", *_format_result(study, summary)]
+
+
+def _format_links(study: StoredStudy, summary: Summary, dashboard_url: str | None) -> list[str]:
+    lines = []
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
-        which = f"trial {summary.best.number}:" if spec.is_multi_objective else "best trial:"
+        which = f"trial {summary.best.number}:" if study.spec.is_multi_objective else "best trial:"
         lines.append(f"MLflow, {which} {url}")
     if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
@@ -105,7 +93,29 @@ def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str |
             lines.append(f"MLflow, all trials: {trials}")
     if dashboard_url:
         lines.append(f"Optuna dashboard:   {get_study_page(dashboard_url, study.study_id)}")
-    return [*lines, *headline.format_next_steps()]
+    return lines
+
+
+def _format_result(study: StoredStudy, summary: Summary) -> list[str]:
+    """Return what won, by how much, whether it is confirmed, what it cost, and the next steps."""
+    spec, lines = study.spec, []
+    if spec.is_multi_objective and summary.front:
+        lines += format_front(spec, summary.front)
+    elif summary.best is not None:
+        best = summary.best
+        lines.append(
+            f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
+        )
+        if best.params:
+            lines.append("    " + ", ".join(f"{key} = {format_value(value)}" for key, value in best.params.items()))
+    else:
+        why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
+        lines.append(f"best: none, because {why}")
+        lines += format_last_failure(study)
+    if summary.out_of_bounds:
+        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials violate {_join_bounds(spec)}")
+    headline = make_headline(study, summary, read_finalists(study))
+    return [*lines, *headline.format_lines(), *format_confirmation(study), *headline.format_next_steps()]
 
 
 def _format_untracked(study: StoredStudy) -> list[str]:

@@ -160,10 +160,11 @@ class EpochRate:
 
 def format_counts(progress: Progress) -> str:
     """Return the counts of trials: ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting``."""
+    infeasible = f"{progress.infeasible} infeasible, " if progress.infeasible else ""
     paused = f", {progress.paused} paused" if progress.paused else ""
     return (
         f"{progress.summary}{progress.early_stop_note}: {progress.complete} complete, {progress.pruned} pruned, "
-        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}"
+        f"{infeasible}{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}"
     )
 
 

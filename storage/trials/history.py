@@ -9,7 +9,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, VIOLATIONS, decode_attr
+from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, INFEASIBLE, SPEC, VIOLATIONS, decode_attr
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, format_progress
@@ -155,6 +155,7 @@ class Progress:
     stopped_after: int | None = None  # number of trials that were started before early termination
     complete: int = 0
     pruned: int = 0
+    infeasible: int = 0  # PRUNED in Optuna, but not counted in `pruned`
     fail: int = 0
     waiting: int = 0
     paused: int = 0  # waiting trials that are paused at a rung
@@ -168,7 +169,7 @@ class Progress:
     @property
     def finished(self) -> int:
         """Number of COMPLETE, PRUNED and FAIL trials."""
-        return self.complete + self.pruned + self.fail
+        return self.complete + self.pruned + self.infeasible + self.fail
 
     @property
     def summary(self) -> str:
@@ -190,16 +191,17 @@ class Progress:
     @property
     def trials_with_result(self) -> int:
         """Number of COMPLETE and PRUNED trials."""
-        return self.complete + self.pruned
+        return self.complete + self.pruned + self.infeasible
 
 
-_COUNTS = sa.text("""
+_COUNTS = sa.text(f"""
     SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
              WHERE study_id = :study AND key = :spec) AS budget,
            (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
              WHERE study_id = :study AND key = :early_termination) AS stopped_after,
            count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
-           count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
+           count(*) FILTER (WHERE state = 'PRUNED' AND NOT is_infeasible) AS pruned,
+           count(*) FILTER (WHERE state = 'PRUNED' AND is_infeasible) AS infeasible,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
            (SELECT count(*) FROM hpsearch_rungs r JOIN trials t USING (trial_id)
@@ -208,8 +210,13 @@ _COUNTS = sa.text("""
            (SELECT count(*) FROM trial_intermediate_values v JOIN trials t USING (trial_id)
              WHERE t.study_id = :study) AS epochs,
            (SELECT to_jsonb(s) - 'study_id' FROM hpsearch_spending s WHERE study_id = :study) AS spending
-      FROM trials WHERE study_id = :study
-""")
+      FROM trials t CROSS JOIN LATERAL (
+             SELECT t.state = 'PRUNED' AND EXISTS (
+                 SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{INFEASIBLE}'
+             ) AS is_infeasible
+           ) AS kind
+     WHERE study_id = :study
+""")  # noqa: S608 the part is a constant
 
 # In a multi-objective study, the best trial is chosen by the first metric.
 _BEST = f"""

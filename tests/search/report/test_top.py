@@ -6,13 +6,17 @@ import io
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
 from hpsearch.search.console import PlainConsole, format_number
-from hpsearch.search.report.top import StudyStatus, render_status
+from hpsearch.search.report.top import StudyStatus, format_counts, render_status
 from hpsearch.search.report.trial_table import shorten_reason
-from hpsearch.storage.trials.history import Progress
+from hpsearch.storage.attributes import INFEASIBLE
+from hpsearch.storage.study_storage.storage import open_storage
+from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerIdentity, WorkerRow
+from tests.search.finalists.support import search
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -25,6 +29,15 @@ def standing() -> StudyStatus:
     events = [AttemptEnd(ago, 140, "pruned", "w", reason), AttemptEnd(ago, 139, "released", "w", None)]
     progress = Progress(budget=200, pruned=1)
     return StudyStatus("s", "accuracy", "maximize", 27, None, progress, [worker], events, {1: 2}, None, NOW)
+
+
+def test_infeasible_trials_do_not_count_as_pruned(database_url: str) -> None:
+    ends = [{}, {}, {INFEASIBLE: True}]
+    trials = [create_trial(state=TrialState.PRUNED, user_attrs=attrs) for attrs in ends]
+    study = search(open_storage(database_url, application_name="test"), "s", trials)
+    progress = read_progress(study.engine, study.study_id, "maximize")
+    assert format_counts(progress).startswith("3/3 trials: 0 complete, 2 pruned, 1 infeasible, 0 failed")
+    assert progress.trials_with_result == 3
 
 
 @pytest.mark.parametrize("width", [60, 80, 112, 200])
