@@ -167,10 +167,11 @@ class Objective(BaseObjective):
     def evaluate(self, model: nn.Module, part: Dataset, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 used by overrides
         """Return custom metrics of the model on a whole split by name, for example the quality of generated samples.
 
-        hpsearch calls `evaluate` after each epoch with the validation split, and in `evaluate-test` with the test
-        split. The metrics are reported like those of `metrics()`, and one of them may be `metric`. Each call starts
-        with the same random seed; draw random numbers on the CPU, because `serve-check` repeats them there. Do not
-        change the model. On several devices, every rank calls `evaluate`, and hpsearch uses the result of rank 0.
+        hpsearch calls `evaluate` before the first and after each epoch with the validation split, and in
+        `evaluate-test` with the test split. The metrics are reported like those of `metrics()`, and one of them may be
+        `metric`. Each call starts with the same random seed; draw random numbers on the CPU, because `serve-check`
+        repeats them there. Do not change the model. On several devices, every rank calls `evaluate`, and hpsearch uses
+        the result of rank 0.
 
         Args:
             model: the model that is validated, on its device, in evaluation mode, without gradients.

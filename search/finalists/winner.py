@@ -172,17 +172,18 @@ def estimate_test_score(
     - s: number of runs of a finalist,
     - w: variance of the runs of a finalist. All finalists have the same splits, so w has a part that is common to all k
       finalists. With the variances of `_analyze_variance`, w = column / k + residual (k - 1) / k,
-    - b: standard error of a run from its v validation samples,
+    - b: standard error of a run from its v validation samples; b^2 is the mean over all runs of all finalists,
     - f = v / n: share of samples that two new validation splits have in common, where n is the number of training
       samples, from which new validation splits are drawn; 1 if `data()` fixes the split,
-    - t: number of test samples,
+    - t: number of test samples; v, n and t are those of the winner's first run,
 
     the variance of the prediction is
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
     The interval has the quantiles of Student's t distribution. Its degrees of freedom are those of both parts of w,
-    weighted by their shares of the variance (Satterthwaite 1946, *Biometrics Bulletin* 2).
+    weighted by their shares of the variance (Satterthwaite 1946, *Biometrics Bulletin* 2). A part contributes 1 / s of
+    itself, and 1 more if run is positive.
 
     If the metric has two bounds, the interval has the quantiles of the beta distribution between these bounds with this
     mean, and a variance that gives intervals of the same width in the middle of the range. A single bound cuts the

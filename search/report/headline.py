@@ -15,7 +15,7 @@ from hpsearch.search.console import format_command, format_number, pluralize
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.report.importances import compute_importances
 from hpsearch.search.study.promotions import list_current_promotions
-from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value
 from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, REASON, VAL_SAMPLES
@@ -148,14 +148,17 @@ def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, f
 
 
 def _format_front_ranges(study: StoredStudy, summary: Summary) -> list[str]:
-    """Return a line with the range of each metric on the Pareto front; an empty list if the front has no two trials."""
+    """Return a line with the best and the worst value of each metric on the Pareto front; none if it has one trial."""
     if len(summary.front) < 2:
         return []
     ranges = []
-    for place, name in enumerate(study.spec.direction_by_metric):
-        values = [trial.values[place] for trial in summary.front]
-        ranges.append(f"{name} {format_value(min(values))} to {format_value(max(values))}")
-    return [f"on the Pareto front: {', '.join(ranges)}"]
+    for place, (name, maximize) in enumerate(
+        zip(study.spec.direction_by_metric, study.spec.maximize_each, strict=True)
+    ):
+        order = sort_best_first({trial.number: trial.values[place] for trial in summary.front}, maximize=maximize)
+        best, worst = (format_value(study.trials()[number].values[place]) for number in (order[0], order[-1]))
+        ranges.append(f"{name} {best} (trial {order[0]}) to {worst}")
+    return [f"best and worst on the Pareto front: {', '.join(ranges)}"]
 
 
 def _format_doubt(study: StoredStudy, summary: Summary) -> str:

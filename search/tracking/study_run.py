@@ -41,6 +41,7 @@ from hpsearch.storage.mlflow.tag_names import (
     FINALIST_RANK,
     FINALISTS_FRONT,
     ON_FRONT,
+    OUT_OF_BOUNDS,
     TEST_CONFIRMED,
     TEST_OPENED,
     WINNER,
@@ -167,8 +168,10 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     spec = study.spec
     about = f"{spec.objective}, {_format_directions(spec)}, {study.format_progress(summary.finished)}."
     lines = [f"**{escape_markdown(spec.name)}**: {escape_markdown(about)}"]
-    found = make_headline(study, summary, read_finalists(study)).format_lines()
-    results = escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in found))
+    headline = make_headline(study, summary, read_finalists(study))
+    results = escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in headline.format_lines()))
+    if headline.next_steps:
+        results += f" Next: {format_markdown_code(headline.next_steps[-1].command)}."
     if spec.is_multi_objective and summary.front:
         lines = [results, "", "Pareto front:", "", *_format_front_table(spec, summary.front), "", *lines]
     elif (best := summary.best) is not None:
@@ -232,7 +235,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         front = {trial.number: dict(zip(names, trial.values, strict=True)) for trial in summary.front}
         tags[tag_names.FRONT] = json.dumps(front)
     if study.spec.constraints:
-        tags[tag_names.OUT_OF_BOUNDS] = str(summary.out_of_bounds)
+        tags[OUT_OF_BOUNDS] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
     if study.spec.is_multi_objective:
@@ -276,7 +279,11 @@ def _share_view(study: StoredStudy, summary: Summary, tracking: Tracking, parent
     # The model metrics, such as latency_ms, are no metrics of the validation data.
     metrics = [f"best_{name}" if f"best_{name}" in known else f"best_val_{name}" for name in names]
     params = sorted({name for trial in study.trials() for name in trial.params})
-    share_view(tracking, parent, metrics=[*metrics, "best_epoch"], params=params, is_ascending=not spec.maximize)
+    tags = [OUT_OF_BOUNDS] if spec.constraints else []
+    if spec.is_multi_objective:
+        share_view(tracking, parent, metrics=metrics, params=params, tags=[ON_FRONT, *tags], order_by_tag=ON_FRONT)
+    else:
+        share_view(tracking, parent, metrics=metrics, params=params, tags=tags, is_ascending=not spec.maximize)
 
 
 def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:

@@ -29,22 +29,31 @@ def get_view_url(run_url: str, parent: str) -> str | None:
 
 
 def share_view(
-    tracking: Tracking, parent: str, *, metrics: Sequence[str], params: Sequence[str], is_ascending: bool
+    tracking: Tracking,
+    parent: str,
+    *,
+    metrics: Sequence[str],
+    params: Sequence[str],
+    tags: Sequence[str] = (),
+    order_by_tag: str | None = None,
+    is_ascending: bool = False,
 ) -> None:
     """Store the view of a study. Repeated calls replace the view.
 
     Args:
         tracking: the tracking server.
         parent: the id of the study's run.
-        metrics: the names of the metrics that are shown; the runs are ordered by the first one.
+        metrics: the names of the metrics that are shown.
         params: the names of the parameters that are shown.
+        tags: the names of the tags that are shown, besides state and reason.
+        order_by_tag: the name of the tag by which the runs are ordered; None for the first metric.
         is_ascending: whether the lowest value is first.
     """
-    names = {"metrics": metrics, "params": params, "tags": (STATE, REASON)}
+    names = {"metrics": metrics, "params": params, "tags": (*tags, STATE, REASON)}
     columns = [f"{kind}.`{sanitize_name(name)}`" for kind, group in names.items() for name in group]
     view = {
         "searchFilter": f"tags.`mlflow.parentRunId` = '{parent}'",
-        "orderByKey": columns[0],
+        "orderByKey": columns[0] if order_by_tag is None else f"tags.`{order_by_tag}`",
         "orderByAsc": is_ascending,
         "startTime": "ALL",
         "lifecycleFilter": "Active",
