@@ -37,7 +37,13 @@ PACKAGES = (
     "storage.embedded",
     "storage.backup",
     # objectives: the training
-    *("objectives", "objectives.errors", "objectives.search_space", "objectives.model_metric_names"),
+    *(
+        "objectives",
+        "objectives.errors",
+        "objectives.private_folders",
+        "objectives.search_space",
+        "objectives.model_metric_names",
+    ),
     "objectives.base_objective",
     "objectives.training",
     "objectives.training.ranks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
+from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.objectives.search_space import FixedTrial
 
 if TYPE_CHECKING:
@@ -120,14 +120,11 @@ class BaseObjective(ABC):
         HASH depends on the source file.
 
         Raises:
-            ObjectiveError: `prepare` raised an error.
+            ObjectiveError: `prepare` raised an error, or the folder belongs to another user.
         """
-        import platformdirs
         from filelock import FileLock
 
-        home = os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")
-        folder = Path(home).expanduser() / "prepared" / f"{self.name}-{_source_digest(type(self))}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = open_private_folder("prepared") / f"{self.name}-{_source_digest(type(self))}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 unfinished = folder.with_name(f"{folder.name}.unfinished")

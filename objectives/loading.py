@@ -29,6 +29,7 @@ from hpsearch.objectives.errors import (
     keep_recursion_limit,
     suggest_names,
 )
+from hpsearch.objectives.private_folders import use_private_compiler_cache
 
 BUILTIN: dict[str, str] = {
     "digits": "hpsearch.objectives.builtin.digits:Digits",
@@ -86,6 +87,7 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             f"{cls.__name__} does not define {missing}; an Objective needs the methods suggest, data and model, "
             "and a LoopObjective needs suggest and run"
         )
+    use_private_compiler_cache()  # the code may compile models itself
     try:
         with keep_recursion_limit():
             objective = cls()

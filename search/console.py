@@ -103,6 +103,10 @@ _MIN_WRAPPED_COLUMNS = 10  # the narrowest column of a table with wrapped cells,
 class _PlainTable(Table):
     """A table, or a list with one paragraph per row if the console is too narrow for the columns that do not wrap."""
 
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row; a line feed in a text, which could imitate a row, is visible as an escape."""
+        super().add_row(*(escape_line(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         def measure(column: Column) -> int:
             cells = (column.header, *column.cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import hashlib
@@ -46,6 +47,7 @@ def replacement(path: Path) -> Iterator[Path]:
         finally:
             os.close(descriptor)
         return
+    _check_links(path)
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -57,6 +59,23 @@ def replacement(path: Path) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_MAX_LINKS = 40  # as in Linux
+
+
+def _check_links(path: Path) -> None:
+    """Check that the links from a path belong to this user or root; others could let the user overwrite any file.
+
+    Raises:
+        PermissionError: a link belongs to another user.
+    """
+    for _ in range(_MAX_LINKS):
+        if not path.is_symlink():
+            return
+        if path.lstat().st_uid not in (0, os.geteuid()):
+            raise PermissionError(errno.EACCES, "it is a link of another user", str(path))
+        path = path.parent / path.readlink()
 
 
 def link_or_copy_durably(source: Path, target: Path) -> None:
@@ -169,9 +188,6 @@ def read_last_lines(path: Path) -> list[str]:
 def read_tail(path: Path, *, lines: int = 1) -> str:
     """Return the last lines of a log file, joined to one line of at most 1,000 characters."""
     return " ".join(line.strip() for line in read_last_lines(path)[-lines:])[-_TAIL_CHARACTERS:]
-
-
-_MAX_LINKS = 40  # as in Linux
 
 
 def find_changeable_part(path: Path) -> Path | None:

@@ -49,6 +49,9 @@ sys.modules |= {name: None for name in ("dbruntime", "pyspark", "IPython") if fi
 # take half as much again for the same work. The zygote has one thread too; a fleet divides the cores itself.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
+# One cache for all tests: each has its own home.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+
 # Most tests expect the results of a CPU. `CUDA_VISIBLE_DEVICES=0 ./hpsearch test` uses a GPU.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 

@@ -47,14 +47,14 @@ def check_credentials(uri: str) -> None:
     Raises:
         CredentialsWithheldError: the process has credentials, and the user has not configured this address.
     """
-    if not is_configured(uri) and (source := _find_credentials()) is not None:
+    if not is_configured(uri) and (source := find_credentials()) is not None:
         raise CredentialsWithheldError(
             f"tracking server {uri} is named only by the study, so the credentials in {source} are not sent to it; "
             f"to send them, set --tracking-uri {shlex.quote(uri)} or HPSEARCH_TRACKING_URI"
         )
 
 
-def _find_credentials() -> str | None:
+def find_credentials() -> str | None:
     """Return the variable or the file that contains the credentials; None if there are none."""
     if (variable := next((name for name in _VARIABLES if os.environ.get(name) not in _HARMLESS), None)) is not None:
         return variable

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.credentials import is_trusted
+from hpsearch.storage.mlflow.credentials import find_credentials, is_trusted
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
@@ -27,7 +27,7 @@ _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 # MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
 ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
 
-_unconfigured: set[str] = set()
+_restricted: set[str] = set()  # addresses of tracking servers
 
 
 class LocationRejectedError(StorageError):
@@ -60,11 +60,7 @@ def check_removable(location: str, uri: str) -> None:
         parts = urlsplit(location)
     except ValueError:  # an invalid host
         parts = urlsplit("")
-    # HTTP libraries end the host at other characters than urllib does, such as a backslash.
-    is_plain_host = re.fullmatch(r"([\w.-]+(:\d+)?)?", parts.netloc, re.ASCII) is not None
-    is_allowed = parts.scheme in _REMOTE or (
-        parts.scheme in _PROXIED and is_plain_host and parts.hostname in {None, urlsplit(uri).hostname}
-    )
+    is_allowed = parts.scheme in _REMOTE or (parts.scheme in _PROXIED and _is_at_server(parts, uri))
     if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_trusted(uri):
         is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
     if not is_allowed or ".." in location.split("/"):
@@ -74,32 +70,47 @@ def check_removable(location: str, uri: str) -> None:
         )
 
 
+def _is_at_server(parts: SplitResult, uri: str) -> bool:
+    """Return whether requests for a proxied location go to the tracking server."""
+    return parts.netloc in {"", urlsplit(uri).netloc} and not parts.path.startswith("//")
+
+
 def check_location(location: str, uri: str) -> None:
     """Check that files may be read and written at a location; a trusted server may name local folders.
 
+    MLflow's client sends the credentials of the tracking server to the host of a proxied location.
+
     Raises:
-        LocationRejectedError: the server is not trusted, and the location is local or on another server.
+        LocationRejectedError: the server is not trusted, and the location is local or on another server; or the
+            location is proxied by another server, and this process has credentials.
     """
     if not is_trusted(uri):
         check_removable(location, uri)
+        return
+    parts = urlsplit(location)
+    if parts.scheme in _PROXIED and not _is_at_server(parts, uri) and (source := find_credentials()) is not None:
+        raise LocationRejectedError(
+            f"artifact location {location} is on another server than {uri}, so the credentials in {source} are not "
+            "sent to it; move the artifacts, or unset the credentials"
+        )
 
 
-def restrict_local_locations(uri: str) -> None:
+def restrict_locations_of(uri: str) -> None:
     """Let MLflow's client of a tracking server check the locations of runs and models; see `check_location`."""
     from mlflow.store.artifact import artifact_repository_registry as registry
 
-    if not _unconfigured:
+    if not _restricted:
         for scheme, create in registry.get_registered_artifact_repositories().items():
             if scheme not in ("runs", "models"):
                 registry._artifact_repository_registry.register(scheme, _check_before(create))
-    _unconfigured.add(uri.rstrip("/"))
+    _restricted.add(uri.rstrip("/"))
 
 
 def _check_before(create: Any) -> Any:
     """Return a factory of artifact repositories that checks the location, if a restricted server named it."""
 
     def create_checked(artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> Any:
-        if tracking_uri is not None and (uri := tracking_uri.rstrip("/")) in _unconfigured:
+        if tracking_uri is not None and (uri := tracking_uri.rstrip("/")) in _restricted:
             check_location(artifact_uri, uri)
         return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)
 

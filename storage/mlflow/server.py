@@ -105,7 +105,9 @@ def restrict_locations(destination: str) -> None:
 
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
-        if uri.partition(":")[0] not in _REFERENCES and not is_own(uri):
+        scheme, _, path = uri.partition(":")
+        is_elsewhere = scheme == "mlflow-artifacts" and path.startswith("//")  # a host, for clients
+        if is_elsewhere or (scheme not in _REFERENCES and not is_own(uri)):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 
     handlers._validate_artifact_uri_scheme = check_own

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 from pathlib import Path
 
 import psutil
@@ -39,11 +40,14 @@ def make_process_name(pid: int) -> str:
 
 def has_ended(process: str) -> bool:
     """Return whether a process, given by its name, has ended; False if this process cannot check it."""
-    machine, pid, start = process.rsplit("/", 2)
-    if machine != _machine() or start == _UNKNOWN or not _sees_itself():
+    if not process.startswith(f"{_machine()}/") or not _sees_itself():
         return False
-    now = _start(int(pid))
-    return now != start and not (now == "" and _is_hidden(int(pid)))
+    # Workers write their names to the database themselves, so a name may be invalid.
+    found = re.fullmatch("([0-9]{1,9})/(.+)", process.removeprefix(f"{_machine()}/"))
+    if found is None or found[2] == _UNKNOWN:
+        return False
+    pid, now = int(found[1]), _start(int(found[1]))
+    return now != found[2] and not (now == "" and _is_hidden(pid))
 
 
 def _is_hidden(pid: int) -> bool:

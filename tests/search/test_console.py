@@ -58,6 +58,14 @@ def test_a_table_is_a_list_where_its_cells_would_be_cut(width: int, lines: list[
     assert capture.get().splitlines() == lines
 
 
+def test_a_line_feed_in_a_cell_makes_no_row() -> None:
+    table, console = plain_table("study", "best"), PlainConsole(width=60)
+    table.add_row("a\nb  0.99", "0.5")
+    with console.capture() as capture:
+        console.print(table)
+    assert [line.split() for line in capture.get().splitlines()] == [["study", "best"], ["a\\nb", "0.99", "0.5"]]
+
+
 def test_a_line_is_shortened_at_a_space() -> None:
     assert shorten_line("0.8861 <\n0.9444", 15) == "0.8861 < 0.9444"
     assert shorten_line("0.8861 < 0.9444", 14) == "0.8861 < …"

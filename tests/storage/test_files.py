@@ -195,6 +195,18 @@ def test_a_replacement_keeps_links_and_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "link").readlink() == Path("file")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "own").symlink_to("link")
+    os.chown(tmp_path / "link", 65534, -1, follow_symlinks=False)
+    for path in ("link", "own"):
+        with pytest.raises(PermissionError, match="link of another user"), replacement(tmp_path / path) as file:
+            file.write_text("new")
+    assert (tmp_path / "target").read_text() == "kept"
+
+
 def test_a_failed_replacement_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replacement(tmp_path / "file") as file:
         file.write_text(str(1 / 0))

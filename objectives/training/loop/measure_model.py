@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
@@ -181,6 +182,7 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
     Returns:
         The reason why compilation failed; None on success.
     """
+    use_private_compiler_cache()
     both = [model] if eval_model is model else [model, eval_model]
     for module in both:
         _compile_in_place(module)

@@ -101,9 +101,12 @@ def _make_figure(width: float, panels: int = 1, *, margin: float = 0.0) -> tuple
 
     The margins are fixed, because a layout engine draws the figure twice, which doubles the time.
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if Path(matplotlib.matplotlib_fname()).absolute().parent == Path.cwd():  # a file of someone else could start LaTeX
+        matplotlib.rcdefaults()
     columns = min(panels, _COLUMNS)
     rows = -(-panels // columns)
     across, down = width * columns + margin, _HEIGHT * rows

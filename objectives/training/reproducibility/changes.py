@@ -56,14 +56,21 @@ def run_git(folder: Path, *arguments: str) -> str:
     """Run git in a folder and return its output.
 
     The output is empty if git is missing or fails, or if files are to be compared and the settings of the repository
-    define filters. A repository may come from someone else, and its own settings can name programs: filters, or a
-    monitor of files, which is disabled.
+    define filters. A repository may come from someone else, and its own settings can name programs: filters, also
+    those of a submodule, a monitor of files, or the transport for missing objects. Submodules are not compared, and the
+    others are disabled.
     """
-    if arguments[0] in {"status", "diff"} and has_filters(folder):
-        return ""
-    command = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments)
+    subcommand, *rest = arguments
+    if subcommand in {"status", "diff"}:
+        if has_filters(folder):
+            return ""
+        rest = ["--ignore-submodules=all", *rest]
+    command = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), subcommand, *rest)
+    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

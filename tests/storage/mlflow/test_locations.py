@@ -85,6 +85,9 @@ def test_artifacts_are_not_written_to_local_folders(
         ("mlflow-artifacts:/1/a", True),
         ("mlflow-artifacts://127.0.0.1:9/1/a", True),
         ("http://127.0.0.1:9/a", True),
+        ("http://127.0.0.1:8/a", False),
+        ("mlflow-artifacts://127.0.0.1:8/1/a", False),
+        ("mlflow-artifacts:////127.0.0.1:8/1/a", False),
         ("s3://bucket/a", True),
         ("abfss://c@account.dfs.core.windows.net/a", True),
         ("r2://b@account.eu.r2.cloudflarestorage.com/a", True),
@@ -142,3 +145,22 @@ def test_credentials_of_stores_are_sent_to_hosts_of_known_stores_or_of_configure
 def test_ids_with_other_characters_are_rejected(model_id: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is not the id of an MLflow run or model"):
         download_model(model_id, tmp_path, tracking_uri=URI)
+
+
+def test_credentials_are_sent_to_the_configured_server_only(
+    tracking: Tracking, is_configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of the server can create an experiment whose artifacts are on another server."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    other = "mlflow-artifacts://127.0.0.1:8/1/a"
+    if is_configured:
+        get_artifact_repository(other, tracking_uri=tracking.uri)
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+        fault = "is on another server .* so the credentials in MLFLOW_TRACKING_TOKEN are not sent"
+    else:
+        fault = "is not a remote store"
+    for location in (other, "mlflow-artifacts:////127.0.0.1:8/1/a", "http://127.0.0.1:8/a"):
+        with pytest.raises(StorageError, match=fault):
+            get_artifact_repository(location, tracking_uri=tracking.uri)
+    assert get_artifact_repository("mlflow-artifacts:/1/a", tracking_uri=tracking.uri)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.trials.process_identity import _start, get_process_name, has_ended
+from hpsearch.storage.trials.process_identity import _start, get_machine_prefix, get_process_name, has_ended
 
 _PROGRAM = """
 import sys
@@ -29,6 +29,8 @@ def start() -> tuple[subprocess.Popen[str], str]:
 def test_a_process_ends_when_it_is_killed_even_before_its_parent_looks() -> None:
     child, name = start()
     assert not has_ended(name)
+    for invalid in ("nonsense", "a/b", f"{get_machine_prefix()}/x/1", f"{get_machine_prefix()}/1"):
+        assert not has_ended(invalid)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
     assert has_ended(name)

@@ -146,7 +146,14 @@ def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
     stack: StackInfo, token: str, tmp_path: Path
 ) -> None:
     client = mlflow.MlflowClient(stack.tracking_uri)
-    for location in (f"file://{tmp_path}", str(tmp_path), "relative", "s3://bucket/x", f"{stack.home}/artifacts/../x"):
+    for location in (
+        f"file://{tmp_path}",
+        str(tmp_path),
+        "relative",
+        "s3://bucket/x",
+        f"{stack.home}/artifacts/../x",
+        "mlflow-artifacts:////127.0.0.1:9/x",
+    ):
         with pytest.raises(MlflowException, match="'artifact_location' is not a location of this server; omit it"):
             client.create_experiment("theirs", artifact_location=location)
     client.create_registered_model("theirs")

@@ -1,8 +1,11 @@
 """The directory of a run."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +134,15 @@ def test_a_lost_trial_writes_no_metrics(wine, tmp_path):
     with pytest.raises(LostError):
         fit(wine, session=Lost(), run_dir=tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_style_of_the_working_folder_cannot_start_latex(tmp_path: Path) -> None:
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    (tmp_path / "latex").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    (tmp_path / "latex").chmod(0o755)
+    code = "from pathlib import Path; from hpsearch.objectives.training.reports.plots import plot_overfit; "
+    code += "plot_overfit([2.0, 1.0], Path('a.png'), target=0.1)"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "a.png").exists()
+    assert not (tmp_path / "ran").exists()

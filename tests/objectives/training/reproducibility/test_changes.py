@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpsearch import load_objective
 from hpsearch.objectives.training.reproducibility.changes import RECORD_CHANGES, hide_secrets, read_changes
+from hpsearch.objectives.training.reproducibility.environment import describe_environment
 
 Commit = Callable[[dict[str, str]], None]
 
@@ -142,4 +144,44 @@ def test_programs_in_the_settings_of_a_repository_do_not_run(commit: Commit, tmp
     subprocess.run(["git", "config", setting, f"touch {tmp_path / 'ran'}"], cwd=tmp_path, check=True)
     (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
     read_changes(tmp_path / "mine.py")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_objects_of_a_repository_are_not_fetched(commit: Commit, tmp_path: Path) -> None:
+    commit({"mine.py": OBJECTIVE})
+    command = f"ext::touch {tmp_path / 'ran'}"
+    for setting, value in {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "protocol.ext.allow": "always",
+        "remote.origin.url": command,
+        "remote.origin.promisor": "true",
+    }.items():
+        subprocess.run(["git", "config", setting, value], cwd=tmp_path, check=True)
+    blob = subprocess.run(
+        ["git", "rev-parse", "HEAD:mine.py"], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    name = blob.stdout.strip()
+    (tmp_path / ".git" / "objects" / name[:2] / name[2:]).unlink()
+    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
+    assert read_changes(tmp_path / "mine.py") == ""
+    assert not (tmp_path / "ran").exists()
+
+
+def test_filters_of_a_submodule_do_not_run(commit: Commit, tmp_path: Path) -> None:
+    commit({"sub/.gitattributes": "* filter=x\n", "sub/a.py": "a = 1\n", "mine.py": OBJECTIVE})
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+
+    def git(*command: str, folder: Path = tmp_path) -> None:
+        subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True)
+
+    git("rm", "-r", "--cached", "--quiet", "sub")
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        git(*command, folder=tmp_path / "sub")
+    git("add", "sub")
+    git("commit", "--quiet", "--message", "second")
+    git("config", "filter.x.clean", f"touch {tmp_path / 'ran'}", folder=tmp_path / "sub")
+    (tmp_path / "sub" / "a.py").write_text("a = 2\n")
+    read_changes(tmp_path / "mine.py")
+    describe_environment(torch.device("cpu"), tmp_path / "mine.py")
     assert not (tmp_path / "ran").exists()

@@ -1,0 +1,56 @@
+"""Folders on this machine that only this user can write to: prepared data, and code that torch has compiled."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from hpsearch.objectives.errors import ObjectiveError
+
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable; importing torch's compiler sets it
+
+
+def open_private_folder(name: str) -> Path:
+    """Return the folder `name` in $HPSEARCH_HOME, or in the user's cache folder if this variable is not set.
+
+    The folder is created with mode 0700 if it is missing.
+
+    Raises:
+        ObjectiveError: the folder or the one that contains it belongs to another user.
+        OSError: the folder cannot be created.
+    """
+    import platformdirs
+
+    home = Path(os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")).expanduser().absolute()
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        home.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700)  # of root: Postgres needs access to its folder there
+    folder = home / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    for path in (home, folder):
+        for status in (path.lstat(), path.stat()):  # a link and its target
+            if status.st_uid not in (0, os.geteuid()):
+                raise ObjectiveError(
+                    f"{str(path)!r} belongs to uid {status.st_uid}; set HPSEARCH_HOME to a folder of your own"
+                )
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
+    return folder
+
+
+def use_private_compiler_cache() -> None:
+    """Let torch cache compiled code in a private folder, unless the user has chosen a folder.
+
+    Torch's default is a folder with a predictable name in the temporary folder. Another user can create it first, and
+    torch executes what is in it.
+
+    Raises:
+        ObjectiveError: the private folder belongs to another user.
+    """
+    chosen = os.environ.get(_COMPILER_CACHE)
+    if chosen is None or Path(chosen).parent == Path(tempfile.gettempdir()):
+        with suppress(OSError):  # without a writable home, nothing can be cached there
+            os.environ[_COMPILER_CACHE] = str(open_private_folder("compiled"))

@@ -1,0 +1,58 @@
+"""Folders that only the user can write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.private_folders import open_private_folder, use_private_compiler_cache
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+OTHER_UID = 65534
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_folder_is_closed_to_others(home: Path) -> None:
+    folder = open_private_folder("prepared")
+    folder.chmod(0o755)
+    assert open_private_folder("prepared") == folder == home / "prepared"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not home.stat().st_mode & (stat.S_IWOTH | stat.S_IROTH)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("part", ["home", "home/prepared"])
+def test_a_folder_of_another_user_is_rejected(home: Path, part: str) -> None:
+    folder = home.parent / part
+    folder.mkdir(parents=True)
+    os.chown(folder, OTHER_UID, -1)
+    with pytest.raises(ObjectiveError, match=f"{part}' belongs to uid {OTHER_UID}; set HPSEARCH_HOME"):
+        open_private_folder("prepared")
+    folder.rename(home.parent / "moved")
+    folder.symlink_to(home.parent / "moved")
+    with pytest.raises(ObjectiveError, match="belongs to uid"):
+        open_private_folder("prepared")
+
+
+def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    use_private_compiler_cache()
+    assert os.environ[VARIABLE] == str(home / "compiled")
+    monkeypatch.setenv(VARIABLE, str(Path(tempfile.gettempdir()) / "torchinductor_me"))  # as torch sets it
+    use_private_compiler_cache()
+    assert os.environ[VARIABLE] == str(home / "compiled")
+    monkeypatch.setenv(VARIABLE, "/chosen")
+    use_private_compiler_cache()
+    assert os.environ[VARIABLE] == "/chosen"
