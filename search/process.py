@@ -49,11 +49,10 @@ def report_errors(work: Callable[[], int]) -> int:
     try:
         return work()
     except USER_ERRORS as error:
-        print(f"hpsearch: {escape_line(str(error))}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
+        _print_error(escape_line(str(error)))
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except StudyNotFoundError:
-        message = "another command has deleted the study; list the studies with hpsearch studies"
-        print(f"hpsearch: {message}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
+        _print_error("another command has deleted the study; list the studies with hpsearch studies")
         return EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
         from hpsearch.storage.database.retry import is_database_error, is_transient
@@ -63,8 +62,20 @@ def report_errors(work: Callable[[], int]) -> int:
         logging.getLogger(__name__).debug("database error", exc_info=True)
         cause, is_unavailable = redact(format_error(error)), is_transient(error)
         fault = f"is unavailable: {cause}" if is_unavailable else f"rejected a statement ({cause}); run hpsearch doctor"
-        print(f"hpsearch: the database {escape_line(fault)}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        _print_error(f"the database {escape_line(fault)}")
         return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
+
+
+def _print_error(message: str) -> None:
+    try:
+        print(f"hpsearch: {message}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
+    except OSError:
+        discard_stderr()
+
+
+def discard_stderr() -> None:
+    """Discard what is written to stderr, whose disk is full or whose reader has ended: the exit code is right still."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class StopEvent:
@@ -187,11 +198,8 @@ def shield_children() -> None:
     """
     from torch.utils.data._utils import signal_handling
 
-    from hpsearch.objectives.training.data.loader import kill_with_parent
-
     torch_signals: Any = signal_handling  # the module is not typed
     handle_faults = torch_signals._set_worker_signal_handlers
-    worker, main_thread = os.getpid(), threading.main_thread().ident
 
     def set_loader_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -201,10 +209,21 @@ def shield_children() -> None:
 
     torch_signals._set_worker_signal_handlers = set_loader_signals
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # SIGTERM is shielded
+    bind_children()
+
+
+def bind_children() -> None:
+    """Let the processes that the main thread of this process forks later end with it.
+
+    This includes processes that code of the objective makes with `os.fork`.
+    """
+    from hpsearch.objectives.training.data.loader import kill_with_parent
+
+    own, main_thread = os.getpid(), threading.main_thread().ident
 
     def bind() -> None:  # the kernel would kill the process when the forking thread ends
-        if sys.platform == "linux" and os.getppid() == worker and threading.get_ident() == main_thread:
-            kill_with_parent(worker)
+        if sys.platform == "linux" and os.getppid() == own and threading.get_ident() == main_thread:
+            kill_with_parent(own)
 
     os.register_at_fork(after_in_child=bind)
 

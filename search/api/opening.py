@@ -156,6 +156,8 @@ def open_study(
         SearchError: the study does not exist, or another program created it.
         StorageError: a service cannot be used.
     """
+    if not isinstance(name, str) or "\0" in name:
+        raise SearchError(f"{name!r} is not the name of a study; give a text, such as 'digits'")
     if _is_new_home(where):  # the services would be installed only to find no study
         raise SearchError(f"no study {name!r}; the database has no studies yet")
     services, storage = open_services(where, progress)

@@ -622,7 +622,9 @@ class Study:
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
         from hpsearch.search.promotion.promote import resolve_trial
+        from hpsearch.search.worker.options import FleetWorkerOptions
 
+        _require_known(self.promote, how, FleetWorkerOptions.__annotations__)
         trial = resolve_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
@@ -683,8 +685,11 @@ class Study:
         """List or remove the study's surplus models, leftover checkpoints and old run directories, and return the list.
 
         Args:
-            keep_top: number of best trials that keep their models.
+            keep_top: number of best trials that keep their models, at least 1.
             dry_run: True only lists the files; False removes them.
+
+        Raises:
+            SearchError: `keep_top` is no positive integer.
 
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
@@ -692,6 +697,8 @@ class Study:
         from hpsearch.search.api.opening import print_warning
         from hpsearch.search.study.cleanup import remove_garbage
 
+        if not isinstance(keep_top, int) or keep_top < 1:
+            raise SearchError(f"gc(keep_top={keep_top!r}) is invalid; give a number such as keep_top=5")
         found, problems = self._garbage(keep_top)
         if not dry_run:
             problems += remove_garbage(found)[1]

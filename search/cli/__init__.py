@@ -87,7 +87,10 @@ def run_command(arguments: list[str]) -> int:
 
     def call_command() -> int:
         read_secret_files()  # before the options are parsed, which read environment variables
-        result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
+        try:
+            result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
+        except typer.Abort:  # an Exception, whose handler would import modules again that may be incomplete
+            raise KeyboardInterrupt from None
         return result if isinstance(result, int) else 0
 
     try:
@@ -98,7 +101,7 @@ def run_command(arguments: list[str]) -> int:
         line = message if message.startswith("Usage: ") else f"hpsearch: {_add_value(error, message, arguments)}"
         echo(line, err=True)
         return EXIT_USER_ERROR
-    except (typer.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         echo("hpsearch: interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from hpsearch.search.cli.options import add_flags
 from hpsearch.search.errors import suggest_names
+from hpsearch.search.process import discard_stderr
 from hpsearch.storage.display import escape_controls
 
 if TYPE_CHECKING:
@@ -140,7 +141,12 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
         err: whether to print on stderr.
         nl: whether to end the line.
     """
-    typer.echo(escape_controls(str(text)), err=err, nl=nl)  # noqa: TID251 the only call
+    try:
+        typer.echo(escape_controls(str(text)), err=err, nl=nl)  # noqa: TID251 the only call
+    except OSError:
+        if not err:
+            raise
+        discard_stderr()
 
 
 def echo_report(study: Study) -> None:

@@ -22,7 +22,7 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE
+from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
 from hpsearch.search.study.preflight import inspect_objective, make_failed_result, run_random_smoke_test
@@ -36,8 +36,9 @@ _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; l
 
 
 def load_probed_objective(reference: str) -> BaseObjective:
-    """Load an objective as `load_objective` does, after `check_import`."""
+    """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
     check_import(reference)
+    bind_children()
     return load_objective(reference)
 
 
@@ -81,6 +82,7 @@ def _probe(reference: str) -> str | None:
             null = os.open(os.devnull, os.O_RDWR)
             for descriptor in range(3):
                 os.dup2(null, descriptor)
+            bind_children()
             with contextlib.suppress(BaseException):
                 load_objective(reference)
         finally:
@@ -199,6 +201,7 @@ class ObjectiveProcess:
         """Answer calls until the command ends."""
         for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
             signal.signal(number, lambda *_: None)
+        bind_children()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         objective: BaseObjective | None = None
         while True:
@@ -216,9 +219,15 @@ class ObjectiveProcess:
             except BaseException as error:  # of the objective's code
                 fault = f"raises {type(error).__name__} in a check before the first trial; remove it"
                 answer = None, f"objective {self._reference!r} {fault}"
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             connection.send(answer)
+
+
+def _flush() -> None:
+    """Flush the standard streams, which code of the objective may have replaced by any object."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 @contextlib.contextmanager
@@ -229,8 +238,7 @@ def _discard_output() -> Iterator[None]:
         os.dup2(null, 2)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         for target, copy in enumerate(kept, start=1):
             os.dup2(copy, target)
             os.close(copy)

@@ -24,7 +24,9 @@ from hpsearch.search.process import (
 # when it is imported.
 _ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 
-SOCKET_FOLDER = "HPSEARCH_SOCKET_FOLDER"  # folder that the fork server removes, because a killed fleet cannot do it
+SOCKET_FOLDER_VARIABLE = (
+    "HPSEARCH_SOCKET_FOLDER"  # folder that the fork server removes, because a killed fleet cannot do it
+)
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -45,7 +47,11 @@ def start_fork_server(workers: int) -> None:
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
     with contextlib.suppress(OSError):
         # PYTHONSAFEPATH: a module in the working folder must not hide an installed package of the same name.
-        environment = {**thread_environment(workers), "PYTHONSAFEPATH": "1", SOCKET_FOLDER: util.get_temp_dir()}
+        environment = {
+            **thread_environment(workers),
+            "PYTHONSAFEPATH": "1",
+            SOCKET_FOLDER_VARIABLE: util.get_temp_dir(),
+        }
         with _environment(environment), _silence_output():
             forkserver.ensure_running()
 

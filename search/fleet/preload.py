@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 
-from hpsearch.search.fleet.fork_server import SOCKET_FOLDER
+from hpsearch.search.fleet.fork_server import SOCKET_FOLDER_VARIABLE
 from hpsearch.search.process import exit_on_signals
 
 PRELOADED_MODULES = (
@@ -36,7 +36,7 @@ _fleet = os.getppid()
 exit_on_signals(only_forked=True)
 with contextlib.suppress(OSError):
     os.setsid()
-if folder := os.environ.get(SOCKET_FOLDER):
+if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes exit without it
 gc.disable()
 for _name in PRELOADED_MODULES:

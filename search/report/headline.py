@@ -27,6 +27,7 @@ _NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
 _EDGE = 0.02  # share of a range at either end that is its edge
 _MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
 _MIN_FAILURES = 3
+_MAX_LISTED = 5  # trials in a line
 _IMPORTANT, _MAX_IMPORTANT = 0.1, 3  # smallest share of an important parameter, and their maximum number
 _FAILURE_SHARE = 0.05
 _TRIALS_PER_PARAMETER = 5  # below this number of trials, most of the space is unexplored
@@ -45,8 +46,8 @@ class Headline:
     """The answers of a study in a few lines, without a period.
 
     Attributes:
-        results: the lead of the best trial over the second, and over the default configuration, or the range of the
-            Pareto front; whether new runs confirm the result; the most important parameters.
+        results: the lead of the best trial over the second, and over the default configuration, or the best trials
+            by each metric; whether new runs confirm the result; the most important parameters.
         gain: gain of the best trial over the default configuration; None if unknown.
         cost: time and epochs; empty if no trial has run.
         next_steps: findings with their commands, most important first.
@@ -77,7 +78,7 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
     results, gain, is_tie = list[str](), None, False
     has_winner = finalists is not None and finalists.winner is not None
     if study.spec.is_multi_objective:
-        results = _format_front_ranges(study, summary)
+        results = [*_format_best_of_each_metric(study), *_find_default_on_front(study, summary)]
     elif summary.best is not None:
         lead, is_tie = _format_lead(study)
         default, gain = _compare_with_default(study, summary.best)
@@ -108,10 +109,8 @@ def _format_lead(study: StoredStudy) -> tuple[str, bool]:
     if len(ranked) < 2 or not math.isfinite(ranked[0][1]):
         return "", False
     (_, best), (second, value) = ranked[:2]
-    tied = [str(number) for number, other in ranked[1:] if _is_same(other, best)]
-    if tied:
-        more = f" and {len(tied) - 5} more" if len(tied) > 5 else ""
-        return f"tied with trial{'s' if len(tied) > 1 else ''} {', '.join(tied[:5])}{more}: the same value", True
+    if tied := [number for number, other in ranked[1:] if _is_same(other, best)]:
+        return f"tied with {_list_trials(tied)}: the same value", True
     if not math.isfinite(value):
         return "", False
     lead = f"ahead of trial {second} by {format_difference(abs(best - value))}"
@@ -147,18 +146,35 @@ def _compare_with_default(study: StoredStudy, best: FrozenTrial) -> tuple[str, f
     return f"better than the default configuration, trial {default.number}, by {format_difference(gain)}", gain
 
 
-def _format_front_ranges(study: StoredStudy, summary: Summary) -> list[str]:
-    """Return a line with the best and the worst value of each metric on the Pareto front; none if it has one trial."""
-    if len(summary.front) < 2:
-        return []
-    ranges = []
-    for place, (name, maximize) in enumerate(
-        zip(study.spec.direction_by_metric, study.spec.maximize_each, strict=True)
-    ):
-        order = sort_best_first({trial.number: trial.values[place] for trial in summary.front}, maximize=maximize)
-        best, worst = (format_value(study.trials()[number].values[place]) for number in (order[0], order[-1]))
-        ranges.append(f"{name} {best} (trial {order[0]}) to {worst}")
-    return [f"best and worst on the Pareto front: {', '.join(ranges)}"]
+def _format_best_of_each_metric(study: StoredStudy) -> list[str]:
+    """Return a line per metric with its best value, the trials that have it, and their lead over the next trial."""
+    lines, trials = [], study.best_trials()
+    for place, name in enumerate(study.spec.direction_by_metric):
+        values = {trial.number: trial.values[place] for trial in trials}
+        ranked = sort_best_first(values, maximize=study.spec.maximize_each[place])
+        if not ranked:
+            continue
+        best = values[ranked[0]]
+        equal = [number for number in ranked if _is_same(values[number], best)]
+        line = f"best {name}: {format_value(best)}, {_list_trials(equal)}"
+        if others := [number for number in ranked if number not in equal]:
+            line += f", ahead of trial {others[0]} by {format_difference(abs(best - values[others[0]]))}"
+        lines.append(line)
+    return lines
+
+
+def _find_default_on_front(study: StoredStudy, summary: Summary) -> list[str]:
+    """Return a line about the trial of the default configuration; an empty list without such a trial."""
+    front = {trial.number for trial in summary.front}
+    default = [trial.number for trial in study.trials() if trial.user_attrs.get(ORIGIN) == "default"]
+    where = "on" if front.intersection(default) else "not on"
+    return [f"the default configuration, trial {default[0]}, is {where} the Pareto front"] if default and front else []
+
+
+def _list_trials(numbers: list[int]) -> str:
+    """Return the numbers of trials as text: ``trial 3``, or ``trials 3, 5 and 2 more``."""
+    more = f" and {len(numbers) - _MAX_LISTED} more" if len(numbers) > _MAX_LISTED else ""
+    return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MAX_LISTED]))}{more}"
 
 
 def _format_doubt(study: StoredStudy, summary: Summary) -> str:
@@ -173,18 +189,21 @@ def _format_doubt(study: StoredStudy, summary: Summary) -> str:
 def _format_importances(study: StoredStudy, summary: Summary) -> list[str]:
     """Return a line per metric: ``most important: lr (72%)``, or why the importances are unknown.
 
-    There is no line with a single parameter. With one metric, only the parameters of the best trial count.
+    There is no line with a single parameter. With one metric, parameters that the best trial lacks are marked.
     """
     lines = list[str]()
-    if len({name for trial in study.trials() for name in trial.params}) < 2:
+    if len(parameters := {name for trial in study.trials() for name in trial.params}) < 2:
         return lines
     for place, name in enumerate(study.spec.direction_by_metric):
         found = compute_importances(study, place)
         if isinstance(found, str):
             return [f"importances: {found[0].lower()}{found[1:].rstrip('.')}"]
-        known = None if study.spec.is_multi_objective else summary.front[0].params
-        shares = [(key, share) for key, share in found.shares if known is None or key in known]
-        important = [f"{key} ({share:.0%})" for key, share in shares if share >= _IMPORTANT][:_MAX_IMPORTANT]
+        best = parameters if study.spec.is_multi_objective else summary.front[0].params
+        important = [
+            f"{key} ({share:.0%}{'' if key in best else ', not in the best trial'})"
+            for key, share in found.shares[:_MAX_IMPORTANT]
+            if share >= _IMPORTANT
+        ]
         subject = f"most important for {name}" if study.spec.is_multi_objective else "most important"
         lines += [f"{subject}: {', '.join(important)}"] if important else []
     return lines
@@ -214,7 +233,7 @@ def _find_next_steps(
     single = None if spec.is_multi_objective else summary.best
     steps += _find_edges(study, single) if single is not None else []
     if not study.is_spent(summary.finished):
-        return steps
+        return steps if summary.running else [*steps, NextStep("the budget is not spent", study.resume_command)]
     flat = count_flat_trials(study, single) if single is not None else 0
     is_decided = finalists is not None and finalists.winner is not None
     n_parameters = max(len(trial.params) for trial in study.trials())

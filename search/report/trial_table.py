@@ -15,7 +15,7 @@ from hpsearch.search.study.summary import format_value, list_violations
 from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, PRUNING, REASON, WORKER
 
 _PADDING = 2  # spaces between columns
-_MIN_REASON_WIDTH = len("0.8861 < 0.9444 at epoch 3")
+_MIN_REASON_WIDTH = len("0.8861 ties 0.8861 at epoch 13")
 _WORKER_WIDTH = 150  # in characters; a narrower table has no workers, which `show --trial` prints
 
 
@@ -35,7 +35,7 @@ def format_short_reason(spec: StudySpec, trial: FrozenTrial) -> str:
 
 _PRUNER_REASON = re.compile(r"\w+ pruner at epoch (\d+) of \d+: (.*)")
 _COMPARISON = re.compile(r"(?:best )?\S+ (\S+) is (below|above) (?:the threshold )?(-?[\d.]+(?:e[+-]?\d+)?)\b.*")
-_RANK = re.compile(r"(rank \d+ of \d+) at rung .*")
+_RANK = re.compile(r"(rank \d+ of \d+)(?: by Pareto fronts)? at rung .*")
 
 
 def shorten_reason(reason: str) -> str:

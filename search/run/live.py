@@ -39,6 +39,7 @@ from hpsearch.storage.trials.worker_registry import AttemptEnd, read_attempt_end
 
 # Minimum seconds between two lines without a terminal: after a trial has ended, after another change, without a change.
 _FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
+_REDRAW_SECONDS = 0.9  # of the view, unless a trial has finished; drawing takes more time than reading the progress
 
 _BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a terminal
 _MIN_ROWS = 2  # a table with fewer rows is omitted
@@ -107,6 +108,9 @@ class LiveView:
         self._first = self._first or progress
         self._epochs_per_second = self._rate.add(now, progress.epochs)
         if self._live:
+            if progress.finished == self._finished and now - self._printed_at < _REDRAW_SECONDS:
+                return
+            self._printed_at = now
             self._read_trials(progress)
             self._live.update(self.render(progress), refresh=True)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -46,18 +47,29 @@ def main() -> None:
 def open_standard_streams() -> None:
     """Make the standard streams usable by all commands.
 
-    The null device replaces closed streams, which other files would replace otherwise. The output shows characters that
-    its encoding lacks as escapes.
+    The null device replaces closed streams, which other files would replace otherwise, and files that were opened the
+    wrong way: a shell script that starts hpsearch may itself have become a closed stream. The output shows characters
+    that its encoding lacks as escapes.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+        if not _is_usable(descriptor):
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)  # also makes it inheritable
+            if null != descriptor:
+                os.close(null)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115 stays open
     with contextlib.suppress(OSError):  # a pipe that was opened for appending
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # stderr has this by default
+
+
+def _is_usable(descriptor: int) -> bool:
+    """Return whether a standard stream is open, and for reading (stdin) or writing (others)."""
+    try:
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        return False
+    return mode != (os.O_WRONLY if descriptor == 0 else os.O_RDONLY)
 
 
 def _exit_interrupted(*_: object) -> NoReturn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpsearch.storage.database.connect import convert_statement_errors, has_table, open_cursor
-from hpsearch.storage.database.libpq import check_server_user, is_embedded
+from hpsearch.storage.database.libpq import check_server_user, is_embedded_postgres
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_installations
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url, redact_password
@@ -91,7 +91,9 @@ def _make_connection_arguments(url: str) -> tuple[list[str], dict[str, str]]:
     plain = parsed.set(drivername="postgresql", query=query)
     address = plain._replace(password=None).render_as_string(hide_password=False)
     added = {"PGAPPNAME": "hpsearch-backup", **({"PGPASSWORD": str(password)} if password else {})}
-    environment = {name: value for name, value in os.environ.items() if not (is_embedded(parsed) and name[:2] == "PG")}
+    environment = {
+        name: value for name, value in os.environ.items() if not (is_embedded_postgres(parsed) and name[:2] == "PG")
+    }
     return ["--no-password", f"--dbname={address}"], environment | added
 
 

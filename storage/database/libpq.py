@@ -43,7 +43,7 @@ def make_embedded_query(uid: int) -> str:
     return f"{_MARKER}={_MARKED}-{uid}"
 
 
-def is_embedded(url: URL) -> bool:
+def is_embedded_postgres(url: URL) -> bool:
     """Return whether the URL is that of an embedded server."""
     return str(url.query.get(_MARKER)).startswith(_MARKED)
 
@@ -57,10 +57,10 @@ def check_server_user(url: URL) -> None:
     Raises:
         psycopg2.OperationalError: another user's process, or none, listens on the port.
     """
-    check_parameters({"port": url.port, **url.query})
+    check_server_user_of({"port": url.port, **url.query})
 
 
-def check_parameters(parameters: Mapping[str, Any]) -> None:
+def check_server_user_of(parameters: Mapping[str, Any]) -> None:
     """Check the user of the server like `check_server_user`, with libpq's parameters."""
     marked = re.fullmatch(rf"{_MARKED}-(\d+)", str(parameters.get(_MARKER)))
     if marked is None:
@@ -90,7 +90,7 @@ def ignore_variables(url: URL) -> Iterator[None]:
     The user sets the variables for other servers. Some of them, such as PGSERVICE and PGTZ, cannot be overridden by a
     parameter of the connection. They stay in force for other URLs, and for the code of objectives.
     """
-    if not is_embedded(url):
+    if not is_embedded_postgres(url):
         yield
         return
     with _lock:

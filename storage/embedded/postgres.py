@@ -41,10 +41,10 @@ def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> N
     Raises:
         StorageError: `initdb` failed.
     """
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER_BYTES:
+    if (length := len(os.fsencode(folder))) > _LONGEST_FOLDER_BYTES:
         raise StorageError(
-            f"the path of the home folder has more than {_LONGEST_FOLDER_BYTES} bytes, which Postgres does not "
-            "support; set --home or HPSEARCH_HOME to a folder with a shorter path"
+            f"the path of the embedded Postgres, {str(folder)[:60]}..., has {length} bytes, but "
+            f"{_LONGEST_FOLDER_BYTES} are possible; set --home or HPSEARCH_HOME to a folder with a shorter path"
         )
     for leftover in folder.glob("initdb-*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -97,7 +97,7 @@ def is_port_free(port: int) -> bool:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
-        except OSError:
+        except (OSError, OverflowError):  # a damaged state file may have any number
             return False
         return True
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from hpsearch.storage.database.libpq import check_parameters
+from hpsearch.storage.database.libpq import check_server_user_of
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
@@ -54,7 +54,7 @@ class _MlflowGuard(Guard):
 
 def _check_database_user(_dialect: Any, _record: Any, _arguments: Any, parameters: Any) -> None:
     """Check the user of the embedded Postgres before each connection of MLflow."""
-    check_parameters(parameters)
+    check_server_user_of(parameters)
 
 
 def create_app() -> Asgi:

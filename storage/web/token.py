@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -37,10 +38,12 @@ def read_token(home: Path) -> str | None:
     """Return the token of the installation in `home`; None if it has none.
 
     Raises:
-        StorageError: the file cannot be read, or it or a link at its path belongs to another user.
+        StorageError: the file cannot be read or is damaged, or it or a link at its path belongs to another user.
     """
     try:
-        return read_own_text(home / TOKEN_FILE).strip() or None
+        token = read_own_text(home / TOKEN_FILE).strip()
+        if not re.fullmatch(r"[\w.~-]*", token, re.ASCII):  # it becomes a part of headers and links
+            raise OSError(errno.EINVAL, "it is damaged")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -48,6 +51,7 @@ def read_token(home: Path) -> str | None:
         raise StorageError(
             f"the token file {path!r} cannot be read ({format_os_error(error)}): delete it, then run hpsearch up"
         ) from None
+    return token or None
 
 
 def is_embedded(url: str) -> bool:

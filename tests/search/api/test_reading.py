@@ -171,6 +171,17 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
     assert str(error.value) == said
 
 
+def test_wrong_arguments_change_nothing(study: Study) -> None:
+    with pytest.raises(SearchError, match=r"^promote\(trail=2\): unknown argument; did you mean 'trial'\?$"):
+        study.promote(trail=2)  # type: ignore[call-arg]  # the mistake
+    with pytest.raises(SearchError, match=r"^gc\(keep_top=-1\) is invalid; give a number such as keep_top=5$"):
+        study.gc(-1, dry_run=False)
+    for name in (5, "a\0"):
+        for function in (Study.open, delete_study):
+            with pytest.raises(SearchError, match="is not the name of a study; give a text, such as 'digits'"):
+                function(name)  # type: ignore[operator]  # the mistake
+
+
 def test_errors_about_budgets_name_the_keyword(study: Study) -> None:
     with pytest.raises(SearchError, match=r"^n_trials '5\+' is invalid; give \+N for N more trials"):
         study.extend("5+")

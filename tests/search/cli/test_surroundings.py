@@ -132,7 +132,8 @@ def test_a_worker_reports_a_stop_before_it_is_loaded(tmp_path: Path) -> None:
     assert (done.returncode, (tmp_path / "exit").read_text()) == (143, "143")
 
 
-def test_closed_streams_are_replaced_by_the_null_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", "0>/dev/zero 1</dev/zero 2</dev/zero"])
+def test_unusable_streams_are_replaced_by_the_null_device(tmp_path: Path, redirection: str) -> None:
     code = f"""
 from hpsearch.__main__ import open_standard_streams
 open_standard_streams()
@@ -141,8 +142,15 @@ with open({str(tmp_path / "file")!r}, "w") as file:
     print("to nowhere")
     file.write(f"{{file.fileno() > 2}} {{sys.stdin.read()!r}} {{os.path.samefile('/dev/null', '/dev/fd/2')}}")
 """
-    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
+    subprocess.run(["/bin/sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", code], check=True)
     assert (tmp_path / "file").read_text() == "True '' True"
+
+
+def test_a_full_stderr_does_not_change_the_exit_code() -> None:
+    for arguments in (["show", "--trial", "x", "s"], ["smoke", "nowhere.py"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([sys.executable, "-m", "hpsearch", *arguments], stderr=full, check=False)
+        assert done.returncode == 2
 
 
 def test_the_output_shows_characters_that_its_encoding_lacks() -> None:

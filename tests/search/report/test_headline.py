@@ -19,7 +19,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import ORIGIN, REASON, VAL_SAMPLES
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from tests.search.finalists.support import search, train
+from tests.search.finalists.support import ended, search, search_several, train
 
 LR = FloatDistribution(1e-5, 1e-1, log=True)
 DEFAULT = {ORIGIN: "default"}
@@ -101,7 +101,7 @@ def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
     [step] = headline(flat).next_steps
     assert step.finding.startswith("the last 24 of 25 trials found no better value; retrain")
     running = search(storage, "running", [trial(0.5), trial(0.6)], budget=9)
-    assert headline(running).next_steps == []
+    assert [step.finding for step in headline(running).next_steps] == ["the budget is not spent"]
 
 
 def test_a_lead_of_all_samples_has_no_standard_error(storage: PostgresStorage) -> None:
@@ -144,3 +144,15 @@ def test_no_larger_budget_is_suggested_after_the_finalists_have_decided(storage:
 )
 def test_an_edge_of_a_range_is_found(distribution: object, value: float, edge: str | None) -> None:
     assert find_edge(distribution, value) == edge
+
+
+def test_the_best_trials_by_each_metric_are_stated(storage: PostgresStorage) -> None:
+    study = search_several(
+        storage, "s", [ended(0, 0.9, 5.0), ended(1, 0.8, 2.0), ended(2, 0.7, 2.0), ended(3, 0.6, 4.0)]
+    )
+    best, other = study.spec.direction_by_metric
+    assert headline(study).results[:3] == [
+        f"best {best}: 0.9, trial 0, ahead of trial 1 by 0.1000",
+        f"best {other}: 2, trials 1, 2, ahead of trial 3 by 2.0000",
+        "not confirmed by new runs: the front is the best of 4 trials, so its values are too optimistic",
+    ]

@@ -201,7 +201,7 @@ def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
 def test_a_path_that_is_too_long_for_postgres_is_rejected(server: EmbeddedPostgres) -> None:
     folder = server.folder.joinpath(*["x" * 100] * 9)
     folder.mkdir(parents=True)
-    with pytest.raises(StorageError, match="has more than 900 bytes, which Postgres does not support; set --home or"):
+    with pytest.raises(StorageError, match="bytes, but 900 are possible; set --home or HPSEARCH_HOME"):
         replace(server, folder=folder).start(None)
 
 

@@ -396,3 +396,7 @@ def test_down_stops_all_services_also_without_the_state_file(own_stack: StackInf
     assert down(home) == []
     assert _states(home) == dict.fromkeys(_NAMES, "stopped")
     assert find_running(home) is None
+
+
+def test_a_port_that_no_server_can_have_is_not_free() -> None:
+    assert not is_port_free(70_000), "a damaged state file may contain it"

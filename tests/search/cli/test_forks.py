@@ -1,0 +1,51 @@
+"""Processes that code of an objective forks before the first trial end with the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpsearch.objectives.template import write_template
+from hpsearch.search.cli import run_command
+from tests.waiting import wait_for
+
+FORKS = """
+import os
+import time
+
+
+class Forking(Wine):
+    def model(self, config, train):
+        os.fork() or (open("pids", "a").write(f"{os.getpid()}\\n"), time.sleep(1000))
+        return super().model(config, train)
+"""
+
+
+@pytest.fixture
+def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+    write_template(tmp_path / "wine.py")
+    with (tmp_path / "wine.py").open("a") as file:
+        file.write(FORKS)
+    return "wine.py:Forking"
+
+
+def has_no_process_left() -> bool:
+    pids = [int(line) for line in Path("pids").read_text().split()]
+    return bool(pids) and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_checks_of_a_run(objective: str) -> None:
+    assert run_command(["run", objective, "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]) == 0
+    wait_for(has_no_process_left, "the end of the forked processes")
+
+
+def test_a_command_without_a_study(objective: str) -> None:
+    subprocess.run([sys.executable, "-m", "hpsearch", "train", objective, "--epochs", "1"], check=True)
+    wait_for(has_no_process_left, "the end of the forked processes")
