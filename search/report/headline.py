@@ -233,7 +233,7 @@ def _find_next_steps(
     single = None if spec.is_multi_objective else summary.best
     steps += _find_edges(study, single) if single is not None else []
     if not study.is_spent(summary.finished):
-        return steps if summary.running else [*steps, NextStep("the budget is not spent", study.resume_command)]
+        return steps
     flat = count_flat_trials(study, single) if single is not None else 0
     is_decided = finalists is not None and finalists.winner is not None
     n_parameters = max(len(trial.params) for trial in study.trials())

@@ -239,7 +239,7 @@ def _make_cards(
         cards += make_front_cards(study, summary)
     elif (best := summary.best) is not None:
         cards.append((f"{get_first_value(best):.4f}", f"best {metric} of the search, trial {best.number}"))
-    if headline.gain is not None:
+    if headline.gain:
         cards.append((f"{headline.gain:+.4f}", "gain over the default configuration"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))

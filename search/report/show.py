@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import textwrap
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
@@ -272,11 +272,20 @@ def print_study(
     if (found := read_finalists(study)) is not None:
         console.print(finalist_table(study, found))
         console.print()
-    lines = [*format_summary(study, summarise(study), dashboard_url=dashboard_url), *format_promotions(study)]
+    summary = summarise(study)
+    lines = [*format_summary(study, summary, dashboard_url=dashboard_url), *format_promotions(study)]
     if why := study.attrs.get(STOPPED):
         lines.append(f"study stopped {why}")
+    elif not study.is_spent(summary.finished) and not summary.running:
+        lines.append(f"not finished; continue with: {study.resume_command}")
+    print_lines(console, lines)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines; on a terminal, sentences wrap between words, but tables, commands and links can be copied."""
     for line in lines:
-        console.print(line)
+        is_sentence = " = " in line or ("://" not in line and not line.startswith(" "))
+        console.print(line, soft_wrap=not (is_sentence and console.is_terminal))
 
 
 def _print_settings(console: Console, spec: StudySpec) -> None:

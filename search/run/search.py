@@ -17,7 +17,7 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.headline import make_extend_options
-from hpsearch.search.report.show import format_summary
+from hpsearch.search.report.show import format_summary, print_lines
 from hpsearch.search.run.fleet import (
     check_not_stopped,
     flush_outbox,
@@ -160,8 +160,7 @@ def _finish_search(
         close_study(study, summary, tracking)
     report = publish_report(console, services, study)
     console.print()
-    for line in format_summary(study, summary, dashboard_url=services.dashboard_url):
-        console.print(line)
+    print_lines(console, format_summary(study, summary, dashboard_url=services.dashboard_url))
     if report is not None:
         console.print(f"report:             {report}")
     for line in gave_up:
