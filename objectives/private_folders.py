@@ -45,7 +45,7 @@ def use_private_compiler_cache() -> None:
     """Let torch cache compiled code in a private folder, unless the user has chosen a folder.
 
     Torch's default is a folder with a predictable name in the temporary folder. Another user can create it first, and
-    torch executes what is in it.
+    torch executes the code in it.
 
     Raises:
         ObjectiveError: the private folder belongs to another user.

@@ -65,4 +65,5 @@ def write_template(path: Path) -> None:
         with suppress(OSError):
             if path.is_file() and not path.stat().st_size:  # the disk is full
                 path.unlink()
-        raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}") from error
+        remedy = f"; create the folder {format_path(path.parent)} first" if not path.parent.is_dir() else ""
+        raise ObjectiveError(f"{format_path(path)} cannot be written: {error.strerror}{remedy}") from error

@@ -348,3 +348,13 @@ def empty_database_url(postgres_server: PostgresServer) -> Iterator[str]:
     """Return the URL of a new database without tables for its owner."""
     for name in _database(postgres_server, template="template0"):
         yield postgres_server.url(name, user=OWNER)
+
+
+@pytest.fixture(autouse=True)
+def _keep_tracking_server() -> Iterator[None]:
+    """Restore MLflow's tracking server of this process, which later tests with a server of the session use."""
+    mlflow: Any = sys.modules.get("mlflow")
+    before = None if mlflow is None else mlflow.get_tracking_uri()
+    yield
+    if before is not None:
+        mlflow.set_tracking_uri(before)

@@ -101,7 +101,7 @@ class TrainConfig:
     label_smoothing: Annotated[float, field("label smoothing of the default loss", ge=0, lt=1)] = 0.0
     ema_decay: Annotated[float | None, field("decay of the evaluated weight average (EMA), or None", ge=0, lt=1)] = None
     swa_fraction: Annotated[float | None, field("share of last epochs to average (SWA), or None", gt=0, le=1)] = None
-    patience: Annotated[int | None, field("maximum epochs without improvement; None for no limit", ge=1)] = None
+    patience: Annotated[int | None, field("early stopping: maximum epochs without improvement, or None", ge=1)] = None
     precision: Annotated[str, choice(PRECISIONS, "autocast type; fp16 uses loss scaling")] = "fp32"
     matmul_precision: Annotated[str, choice(MATMUL_PRECISIONS, "precision of fp32 matrix products")] = "high"
     deterministic: Annotated[bool, field("use deterministic kernels only; an operation without one fails")] = True

@@ -172,7 +172,8 @@ def find_version(registry: Registry, reference: str) -> Version:
         model, number = by_number.groups()
         found, wanted = registry.get_version(model, int(number)), f"version {number} of a model {model!r}"
     else:
-        raise SearchError(f"{reference!r} is not a model version; give NAME@ALIAS (digits@champion) or NAME/VERSION")
+        example = f"{name}@champion" if re.fullmatch(r"[\w.-]+", name) else "digits@champion"
+        raise SearchError(f"{reference!r} is not a model version; give NAME@ALIAS ({example}) or NAME/VERSION")
     if found is None:
         aliases = registry.list_aliases()
         known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]

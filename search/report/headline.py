@@ -1,4 +1,4 @@
-"""The headline of a study: what won, by how much, what it cost, and what to do next."""
+"""The headline of a study: its lead, whether new runs confirm it, its cost, and the next steps."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
             subject = f"in the search, trial {summary.best.number} was"
             results = [f"{subject} {line}" if line.startswith(ranks) else line for line in results]
     if summary.front and study.spec.finalists_of is None:
-        results += [] if has_winner or summary.finished < 2 else [_format_doubt(study, summary)]
+        results += [] if has_winner or summary.finished < 2 else [_format_unconfirmed(study, summary)]
         results += _format_importances(study, summary)
     next_steps = _find_next_steps(study, summary, finalists, is_tie=is_tie)
     return Headline(results, gain, _format_cost(study, summary), next_steps)
@@ -177,7 +177,7 @@ def _list_trials(numbers: list[int]) -> str:
     return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MAX_LISTED]))}{more}"
 
 
-def _format_doubt(study: StoredStudy, summary: Summary) -> str:
+def _format_unconfirmed(study: StoredStudy, summary: Summary) -> str:
     """Return the line for a result that no new runs confirm."""
     trials = pluralize(summary.finished, "trial")
     if study.spec.is_multi_objective:

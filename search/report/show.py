@@ -97,7 +97,7 @@ def _format_links(study: StoredStudy, summary: Summary, dashboard_url: str | Non
 
 
 def _format_result(study: StoredStudy, summary: Summary) -> list[str]:
-    """Return what won, by how much, whether it is confirmed, what it cost, and the next steps."""
+    """Return the best trial, its lead, whether new runs confirm it, the cost, and the next steps."""
     spec, lines = study.spec, []
     if spec.is_multi_objective and summary.front:
         lines += format_front(spec, summary.front)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.multi_objective import parse_constraints, resolve_metrics
@@ -183,9 +185,9 @@ def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = 
     """
     if not lines:
         return
-    changed = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
-    option = [f"{word}" for key in changed[:1] for word in (get_option_name(key), getattr(spec, key))]
-    more = f"; to change its budget, use hpsearch extend {stored.name} {' '.join(option)}" if changed else ""
+    larger = [key for key in BUDGETS if spec and (getattr(spec, key) or 0) > (getattr(stored, key) or math.inf)]
+    option = [f"{word}" for key in larger[:1] for word in (get_option_name(key), getattr(spec, key))]
+    more = f"; to enlarge its budget, use {format_command('extend', stored.name, *option)}" if larger else ""
     raise SearchError(
         f"study {stored.name!r} exists with other settings ({'; '.join(lines)}); remove these settings to continue "
         f"the study, or choose another --name{more}"

@@ -81,7 +81,7 @@ def find_garbage(
 
     Args:
         study: the study.
-        home: folder of the run directories and, unless the study has a checkpoint URL, of the checkpoints.
+        home: folder of the run folders and, unless the study has a checkpoint URL, of the checkpoints.
         tracking: client of the MLflow server; if None, files in MLflow are not searched.
         keep_top: number of best trials that keep their models.
         checkpoint_url: checkpoint URL of the command; None if the command was not given one.
@@ -202,7 +202,7 @@ def _find_checkpoints(study: StoredStudy, checkpoints: StudyCheckpoints, runs: P
 
 
 def _find_run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
-    """Return this machine's removable run directories: those of an ended study, and those of superseded attempts."""
+    """Return this machine's removable run folders: those of an ended study, and those of superseded attempts."""
     trials = {trial.number: trial for trial in study.trials()}
     summary = summarise(study)
     has_ended = study.is_spent(summary.finished) and not summary.running and not summary.waiting
@@ -218,7 +218,7 @@ def _find_run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
         # Records that are not in MLflow exist only here. `retry` continues the logs of failed and infeasible trials.
         elif has_ended and trial.state != TrialState.FAIL and _is_tracked(trial):
             done.setdefault(trial.number, []).append(path)
-    kinds = (("run directories with a copy in MLflow", done), ("run directories of superseded attempts", superseded))
+    kinds = (("run folders with a copy in MLflow", done), ("run folders of superseded attempts", superseded))
     return [_make_folder_garbage(study, kind, folders) for kind, folders in kinds if folders]
 
 

@@ -171,7 +171,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     headline = make_headline(study, summary, read_finalists(study))
     results = escape_markdown(" ".join(f"{line[:1].upper()}{line[1:]}." for line in headline.format_lines()))
     if headline.next_steps:
-        results += f" Next: {format_markdown_code(headline.next_steps[-1].command)}."
+        results += f" Next: {format_markdown_code(headline.next_steps[0].command)}."
     if spec.is_multi_objective and summary.front:
         lines = [results, "", "Pareto front:", "", *_format_front_table(spec, summary.front), "", *lines]
     elif (best := summary.best) is not None:

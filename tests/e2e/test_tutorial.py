@@ -34,7 +34,7 @@ ELSEWHERE = {
 @pytest.mark.timeout(900)  # seventeen commands, one after the other
 @pytest.mark.soak
 def test_the_commands_of_the_tutorial_print_the_quoted_output(cli: Cli, tmp_path: Path) -> None:
-    """Run all commands in their order and compare their output with the tutorial."""
+    """Run all commands in their order; each prints a text that the tutorial quotes."""
     here = dataclasses.replace(cli, cwd=tmp_path)
     said = {}
     for words in commands(TUTORIAL):

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,7 +97,8 @@ def run_smoke_test(
     result, deadline = None, time.thread_time() + seconds
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
-        with make_reproducible(deterministic=config.deterministic), translate_torch_errors(tried, device):
+        reproducible = make_reproducible(deterministic=config.deterministic)
+        with reproducible, _single_thread(), translate_torch_errors(tried, device):
             run, scores = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(objective, run, scores, samples, steps, deadline)
         if found.passed:
@@ -107,6 +109,17 @@ def run_smoke_test(
             break
     assert result is not None
     return result
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    """Compute in one thread: on a loaded machine, several threads spin while they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> TrainConfig:

@@ -56,9 +56,9 @@ def run_git(folder: Path, *arguments: str) -> str:
     """Run git in a folder and return its output.
 
     The output is empty if git is missing or fails, or if files are to be compared and the settings of the repository
-    define filters. A repository may come from someone else, and its own settings can name programs: filters, also
-    those of a submodule, a monitor of files, or the transport for missing objects. Submodules are not compared, and the
-    others are disabled.
+    define filters. A repository may be untrusted, and its own settings can name programs: filters, a monitor of files,
+    and transports for missing objects. The last two are disabled. Submodules are not compared, because they may have
+    filters.
     """
     subcommand, *rest = arguments
     if subcommand in {"status", "diff"}:
