@@ -87,7 +87,6 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             f"{cls.__name__} does not define {missing}; an Objective needs the methods suggest, data and model, "
             "and a LoopObjective needs suggest and run"
         )
-    use_private_compiler_cache()  # the code may compile models itself
     try:
         with keep_recursion_limit():
             objective = cls()
@@ -173,6 +172,7 @@ def _find_spec(name: str, folders: list[str] | None) -> tuple[ModuleSpec | None,
 
 
 def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> type[BaseObjective]:
+    use_private_compiler_cache()  # the code may compile models itself
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := _file_reference(reference)) is not None:

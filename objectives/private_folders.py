@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +52,12 @@ def use_private_compiler_cache() -> None:
     Raises:
         ObjectiveError: the private folder belongs to another user.
     """
-    chosen = os.environ.get(_COMPILER_CACHE)
-    if chosen is None or Path(chosen).parent == Path(tempfile.gettempdir()):
-        with suppress(OSError):  # without a writable home, nothing can be cached there
-            os.environ[_COMPILER_CACHE] = str(open_private_folder("compiled"))
+    default = str(Path(tempfile.gettempdir()) / "torchinductor_")
+    if not os.environ.get(_COMPILER_CACHE, default).startswith(default):
+        return
+    try:
+        folder = open_private_folder("compiled")
+    except OSError:  # such as a home that cannot be written
+        folder = Path(tempfile.mkdtemp(prefix="hpsearch-compiled-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[_COMPILER_CACHE] = str(folder)

@@ -18,6 +18,7 @@ VERSION = "hpsearch:release"  # version of hpsearch that created the study
 SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
 BOUNDS = "hpsearch:bounds"  # declared bounds of the metric: [low, high], each null if there is none
 VAL_SAMPLES = "hpsearch:val_samples"  # number of samples of the validation split
+WANTED_WORKERS = "hpsearch:wanted_workers"  # number of workers that the study should have; `fleet size` sets it
 DEVICES = "hpsearch:devices"  # number of devices of each trial in the first `run` of the study
 LEAKS = "hpsearch:leaks"  # signs of leakage in the data: a description by kind
 

@@ -40,15 +40,14 @@ def replacement(path: Path) -> Iterator[Path]:
     Raises:
         OSError: an existing file is not writable, or the new file cannot be created.
     """
-    if path.exists() and not path.is_file():
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
+    target = _follow_links(path)
+    if target.exists() and not target.is_file():
+        descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
         try:
-            yield path
+            yield target
         finally:
             os.close(descriptor)
         return
-    _check_links(path)
-    target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         if target.exists():
@@ -64,18 +63,23 @@ def replacement(path: Path) -> Iterator[Path]:
 _MAX_LINKS = 40  # as in Linux
 
 
-def _check_links(path: Path) -> None:
-    """Check that the links from a path belong to this user or root; others could let the user overwrite any file.
+def _follow_links(path: Path) -> Path:
+    """Return the target of a link, which must belong to this user or root; others could choose any file of the user.
 
     Raises:
-        PermissionError: a link belongs to another user.
+        OSError: a link belongs to another user, or the links form a loop.
     """
     for _ in range(_MAX_LINKS):
-        if not path.is_symlink():
-            return
-        if path.lstat().st_uid not in (0, os.geteuid()):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return path
+        if not stat.S_ISLNK(status.st_mode):
+            return path
+        if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(errno.EACCES, "it is a link of another user", str(path))
         path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def link_or_copy_durably(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.redaction import redact
-from hpsearch.storage.attributes import INFEASIBLE, TRACKING
+from hpsearch.storage.attributes import INFEASIBLE, TRACKING, WANTED_WORKERS
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.trials.claim_sql import LOSS_WEIGHT_AT_START
 from hpsearch.storage.trials.worker_registry import SILENT_SECONDS
@@ -99,8 +99,16 @@ _BEST = """
      GROUP BY s.study_name, d.objective, d.direction
 """
 
+# Another program may have written any value.
+_WANTED = f"""
+    SELECT s.study_name, CAST(u.value_json AS integer)
+      FROM studies s JOIN study_user_attributes u USING (study_id)
+     WHERE u.key = '{WANTED_WORKERS}' AND u.value_json ~ '^[0-9]{{1,6}}$'
+"""  # noqa: S608 the part is a constant
+
 _QUERIES: tuple[tuple[type[_Family], str, str, tuple[str, ...], str], ...] = (
     (GaugeMetricFamily, "hpsearch_workers", "Workers that have not exited", ("state",), _WORKERS),
+    (GaugeMetricFamily, "hpsearch_wanted_workers", "Workers that the study should have", (), _WANTED),
     (GaugeMetricFamily, "hpsearch_trials", "Trials", ("state",), _TRIALS),
     (CounterMetricFamily, "hpsearch_epochs", "Reported epochs of all trials", (), _EPOCHS),
     (CounterMetricFamily, "hpsearch_attempts", "Ended attempts of trials", ("outcome",), _ATTEMPTS),

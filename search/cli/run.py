@@ -109,6 +109,26 @@ def worker(
 _fleet = add_group("fleet", SEARCH_SECTION, "Run workers under Slurm, Kubernetes, Ray or systemd.")
 
 
+@_fleet.command("size")
+@o.add_flags
+def set_fleet_size(
+    study: o.StudyName,
+    workers: Annotated[int, typer.Argument(min=0, max=100_000, metavar="N", help="Number of workers; 0 for no number")],
+    *,
+    where: o.Addresses,
+) -> None:
+    """Set the number of workers that a study should have.
+
+    It starts none: `top` and the metric hpsearch_wanted_workers compare it with the active workers.
+    """
+    from hpsearch.search.api.study import Study
+    from hpsearch.storage.attributes import WANTED_WORKERS
+
+    found = Study.open(study, **where)
+    found._stored.set_attr(WANTED_WORKERS, workers)
+    echo(f"study {study} should have {workers} workers")
+
+
 @_fleet.command("print")
 def print_job_file(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes, ray or systemd")],

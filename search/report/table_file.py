@@ -11,12 +11,13 @@ from typing import Any
 import pandas as pd
 
 from hpsearch.search.errors import SearchError
+from hpsearch.storage.display import escape_csv_cell
 from hpsearch.storage.files import replacement
 
 
 def format_csv(table: pd.DataFrame) -> str:
     """Return the table as CSV, with durations in seconds."""
-    return str(_with_seconds(table).to_csv(index=False))
+    return str(_escape(_with_seconds(table)).to_csv(index=False))
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
@@ -31,7 +32,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """
     table = _with_seconds(table)
     writers: dict[str, Callable[[Path], Any]] = {
-        ".csv": lambda file: table.to_csv(file, index=False),
+        ".csv": lambda file: _escape(table).to_csv(file, index=False),
         ".json": lambda file: file.write_text(_format_json(table), encoding="utf-8"),
         ".parquet": lambda file: _with_one_type_per_column(table).to_parquet(file, index=False),
     }
@@ -42,6 +43,13 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
             writers[path.suffix](file)
     except OSError as error:
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
+
+
+def _escape(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with texts that no spreadsheet evaluates as formulas."""
+    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+    escaped = table.assign(**{name: table[name].map(escape_csv_cell, na_action="ignore") for name in texts})
+    return escaped.rename(columns=escape_csv_cell)
 
 
 def _format_json(table: pd.DataFrame) -> str:

@@ -21,7 +21,7 @@ from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
-from hpsearch.storage.attributes import STOPPED
+from hpsearch.storage.attributes import STOPPED, WANTED_WORKERS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
@@ -38,6 +38,7 @@ class StudyStatus:
         stopped: user and time of a stop request; None if the study was not stopped.
         progress: counts, best trial and running trials.
         workers: all registered workers, active ones first.
+        wanted_workers: number of workers that the study should have; 0 if unknown.
         events: the attempts that ended last, newest first.
         trial_counts: number of trials that reached an epoch, by epoch.
         eta: estimated seconds until the budget is spent; None while too few trials have ended.
@@ -59,6 +60,7 @@ class StudyStatus:
     at: datetime
     directions: dict[str, Direction] | None = None
     front: list[dict[str, Any]] | None = None
+    wanted_workers: int = 0
 
     def to_json(self) -> str:
         """Return the status as JSON, with times as ISO 8601 and non-finite numbers as null."""
@@ -85,6 +87,7 @@ def read_status(study: StoredStudy) -> StudyStatus:
         at=at,
         directions=spec.directions,
         front=_list_front(study) if spec.is_multi_objective else None,
+        wanted_workers=wanted if isinstance(wanted := study.attrs.get(WANTED_WORKERS), int) else 0,
     )
 
 
@@ -238,10 +241,17 @@ def render_status(
         *render_progress(status.study, details, status.progress, lines),
         *(() if best is None or not best.row_count else ("", best)),
         "",
-        Text(f"{active} active workers, {len(status.workers) - active} exited or lost", style="dim"),
+        _format_workers(active, status.wanted_workers, len(status.workers) - active),
         _make_worker_table(status, shown, (*_NARROW_COLUMNS, *(("engine", "device") if width >= _WIDE_WIDTH else ()))),
         "",
         make_event_table(status.events[: max(room - shown, 3)], status.at, width),
+    )
+
+
+def _format_workers(active: int, wanted: int, ended: int) -> Text:
+    of_wanted = f" of {wanted} wanted" if wanted else ""
+    return Text(
+        f"{active}{of_wanted} active workers, {ended} exited or lost", style="red" if active < wanted else "dim"
     )
 
 

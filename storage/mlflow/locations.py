@@ -72,7 +72,9 @@ def check_removable(location: str, uri: str) -> None:
 
 def _is_at_server(parts: SplitResult, uri: str) -> bool:
     """Return whether requests for a proxied location go to the tracking server."""
-    return parts.netloc in {"", urlsplit(uri).netloc} and not parts.path.startswith("//")
+    server = urlsplit(uri)
+    is_same = parts.netloc in {"", server.netloc} and parts.scheme in {"mlflow-artifacts", server.scheme}
+    return is_same and not parts.path.startswith("//")
 
 
 def check_location(location: str, uri: str) -> None:

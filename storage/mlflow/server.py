@@ -100,13 +100,17 @@ def restrict_locations(destination: str) -> None:
 
     check_scheme = handlers._validate_artifact_uri_scheme
 
+    root = f"{destination.rstrip('/')}/"
+
     def is_own(uri: str) -> bool:
-        return uri == destination or (uri.startswith(f"{destination.rstrip('/')}/") and ".." not in uri)
+        below = uri.removeprefix(root)
+        # MLflow decodes the paths of local folders.
+        return uri == destination or (below != uri and ".." not in below and "%" not in below)
 
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
         scheme, _, path = uri.partition(":")
-        is_elsewhere = scheme == "mlflow-artifacts" and path.startswith("//")  # a host, for clients
+        is_elsewhere = scheme in _REFERENCES and (path.startswith("//") or "%" in path)  # a host, for clients
         if is_elsewhere or (scheme not in _REFERENCES and not is_own(uri)):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 

@@ -56,3 +56,17 @@ def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(
     monkeypatch.setenv(VARIABLE, "/chosen")
     use_private_compiler_cache()
     assert os.environ[VARIABLE] == "/chosen"
+
+
+def test_without_a_writable_home_the_compiler_has_a_new_private_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    use_private_compiler_cache()
+    folder = Path(os.environ[VARIABLE])
+    assert folder.name.startswith("hpsearch-compiled-")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    use_private_compiler_cache()
+    assert Path(os.environ[VARIABLE]) == folder

@@ -200,8 +200,11 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("kept")
     (tmp_path / "link").symlink_to("target")
     (tmp_path / "own").symlink_to("link")
+    (tmp_path / "to pipe").symlink_to("pipe")
+    os.mkfifo(tmp_path / "pipe")
+    os.chown(tmp_path / "to pipe", 65534, -1, follow_symlinks=False)
     os.chown(tmp_path / "link", 65534, -1, follow_symlinks=False)
-    for path in ("link", "own"):
+    for path in ("link", "own", "to pipe"):
         with pytest.raises(PermissionError, match="link of another user"), replacement(tmp_path / path) as file:
             file.write_text("new")
     assert (tmp_path / "target").read_text() == "kept"

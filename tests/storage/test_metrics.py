@@ -21,7 +21,7 @@ from optuna.trial import TrialState, create_trial
 from prometheus_client.parser import text_string_to_metric_families
 
 import hpsearch
-from hpsearch.storage.attributes import INFEASIBLE, TRACKING
+from hpsearch.storage.attributes import INFEASIBLE, TRACKING, WANTED_WORKERS
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import state
 from hpsearch.storage.study_storage.storage import open_storage
@@ -45,6 +45,7 @@ _LOST_ATTEMPTS = """
 def _fill(storage: BaseStorage, engine: sa.Engine) -> None:
     """Write a study with trials of several states, a running and an idle worker, and two workers with no lease."""
     study = optuna.create_study(study_name=_NAME, storage=storage, direction="maximize")
+    study.set_user_attr(WANTED_WORKERS, 4)
     budget(storage, study._study_id, n_trials=9)
     x = {"params": {"x": 0.5}, "distributions": {"x": FloatDistribution(0, 1)}}
     for value, violation in ((3.0, -1.0), (9.0, 0.5), (4.0, 0.0)):
@@ -101,6 +102,7 @@ def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
         ("hpsearch_workers", "running"): 1,
         ("hpsearch_workers", "idle"): 1,
         ("hpsearch_workers", "lost"): 1,
+        ("hpsearch_wanted_workers",): 4,
         ("hpsearch_trials", "complete"): 3,
         ("hpsearch_trials", "pruned"): 1,
         ("hpsearch_trials", "infeasible"): 1,
@@ -156,4 +158,4 @@ scrape_configs:
         finally:
             process.terminate()
     assert len(queries) == 6
-    assert {rule["name"] for rule in group["rules"]} == {"WorkersLost", "NoEpoch", "RecordsMissing"}
+    assert {rule["name"] for rule in group["rules"]} == {"WorkersLost", "FleetTooSmall", "NoEpoch", "RecordsMissing"}

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -47,9 +47,20 @@ def read_changes(source: Path | None) -> str:
 
 
 def has_filters(folder: Path) -> bool:
-    """Return whether the settings of a repository define filters, which are programs."""
-    filters = run_git(folder, "config", "--show-scope", "--get-regexp", r"^filter\.")
-    return any(line.startswith(("local", "worktree")) for line in filters.splitlines())
+    """Return whether the settings of a repository define filters, which are programs, or cannot be read."""
+    return _list_users_filters(folder) is None
+
+
+def _list_users_filters(folder: Path) -> list[str] | None:
+    """Return the user's own filters, such as ``filter.lfs``; None if the repository itself defines filters."""
+    try:
+        found = _call_git(folder, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line.split("\t", 1) for line in found.stdout.splitlines()]
+    if found.returncode not in (0, _NO_SETTING) or any(scope in ("local", "worktree") for scope, *_ in lines):
+        return None
+    return sorted({name.rpartition(".")[0] for _, name in lines})
 
 
 def run_git(folder: Path, *arguments: str) -> str:
@@ -57,23 +68,35 @@ def run_git(folder: Path, *arguments: str) -> str:
 
     The output is empty if git is missing or fails, or if files are to be compared and the settings of the repository
     define filters. A repository may be untrusted, and its own settings can name programs: filters, a monitor of files,
-    and transports for missing objects. The last two are disabled. Submodules are not compared, because they may have
-    filters.
+    hooks, and transports for missing objects. All but filters are disabled. Submodules are not compared, because they
+    may have filters.
     """
     subcommand, *rest = arguments
+    settings: list[str] = []
     if subcommand in {"status", "diff"}:
-        if has_filters(folder):
+        if (filters := _list_users_filters(folder)) is None:
             return ""
+        # The settings of the repository can extend git-lfs by programs.
+        settings = [f"{name}.{key}" for name in filters for key in ("clean=", "process=", "required=false")]
         rest = ["--ignore-submodules=all", *rest]
-    command = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), subcommand, *rest)
-    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=environment
-        )
+        done = _call_git(folder, subcommand, *rest, settings=settings)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+_NO_SETTING = 1  # exit code of `git config` if no setting matches
+_SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "diff.autoRefreshIndex=false")
+
+
+def _call_git(folder: Path, *arguments: str, settings: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    options = [option for setting in (*_SAFE, *settings) for option in ("-c", setting)]
+    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+    command = ("git", "--no-optional-locks", *options, "-C", str(folder), *arguments)
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=environment
+    )
 
 
 def hide_secrets(diff: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from hpsearch import Study
 from hpsearch.search.cli import run_command
-from hpsearch.search.report.table_file import write_table
+from hpsearch.search.report.table_file import format_csv, write_table
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of
 
@@ -74,3 +74,10 @@ def test_an_impossible_file_is_an_error_of_one_line(
     assert error.startswith(f"hpsearch: --output {tmp_path / name}: ")
     assert reason in error
     assert error.count("\n") == 1
+
+
+def test_no_spreadsheet_evaluates_a_text_as_a_formula(tmp_path: Path) -> None:
+    table = pd.DataFrame({"=a": ["=1+1", "-2", "mlp"], "value": [-1.5, 2.0, None]})
+    write_table(table, tmp_path / "a.csv")
+    lines = ["'=a,value", "'=1+1,-1.5", "-2,2.0", "mlp,"]
+    assert (tmp_path / "a.csv").read_text().splitlines() == format_csv(table).splitlines() == lines

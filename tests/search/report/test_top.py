@@ -9,8 +9,9 @@ import pytest
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
+from hpsearch.search.cli import run_command
 from hpsearch.search.console import PlainConsole, format_number
-from hpsearch.search.report.top import StudyStatus, format_counts, render_status
+from hpsearch.search.report.top import StudyStatus, format_counts, read_status, render_status
 from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.storage.attributes import INFEASIBLE
 from hpsearch.storage.study_storage.storage import open_storage
@@ -38,6 +39,24 @@ def test_infeasible_trials_do_not_count_as_pruned(database_url: str) -> None:
     progress = read_progress(study.engine, study.study_id, "maximize")
     assert format_counts(progress).startswith("3/3 trials: 0 complete, 2 pruned, 1 infeasible, 0 failed")
     assert progress.trials_with_result == 3
+
+
+def test_the_number_of_wanted_workers_is_compared_with_the_active_ones(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
+    monkeypatch.setenv("HPSEARCH_TRACKING_URI", "http://127.0.0.1:1")
+    study = search(open_storage(database_url, application_name="test"), "s", [], budget=5)
+    assert run_command(["fleet", "size", "s", "500"]) == 0
+    assert "study s should have 500 workers" in capsys.readouterr().out
+    assert run_command(["fleet", "size", "s", "-1"]) == 2
+    study.refresh()
+    status = read_status(study)
+    assert status.wanted_workers == 500
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(render_status(status, None, width=80))
+    assert "0 of 500 wanted active workers" in capture.get()
 
 
 @pytest.mark.parametrize("width", [60, 80, 112, 200])

@@ -86,6 +86,7 @@ def test_artifacts_are_not_written_to_local_folders(
         ("mlflow-artifacts://127.0.0.1:9/1/a", True),
         ("http://127.0.0.1:9/a", True),
         ("http://127.0.0.1:8/a", False),
+        ("https://127.0.0.1:9/a", False),
         ("mlflow-artifacts://127.0.0.1:8/1/a", False),
         ("mlflow-artifacts:////127.0.0.1:8/1/a", False),
         ("s3://bucket/a", True),

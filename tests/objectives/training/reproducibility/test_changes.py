@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,4 +185,29 @@ def test_filters_of_a_submodule_do_not_run(commit: Commit, tmp_path: Path) -> No
     (tmp_path / "sub" / "a.py").write_text("a = 2\n")
     read_changes(tmp_path / "mine.py")
     describe_environment(torch.device("cpu"), tmp_path / "mine.py")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_hooks_of_a_repository_do_not_run(commit: Commit, tmp_path: Path) -> None:
+    commit({"mine.py": OBJECTIVE, "other.txt": "a"})
+    hook = tmp_path / ".git" / "hooks" / "post-index-change"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    hook.chmod(0o755)
+    os.utime(tmp_path / "other.txt", (1, 1))  # git compares its content, and updates the index
+    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
+    assert read_changes(tmp_path / "mine.py")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_users_own_filters_do_not_run(commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of the repository can extend git-lfs by programs."""
+    commit({"mine.py": OBJECTIVE, ".gitattributes": "*.py filter=lfs\n"})
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "config").write_text(
+        f'[filter "lfs"]\n clean = touch {tmp_path / "ran"} && cat\n required = true\n'
+    )
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "user" / "config"))
+    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
+    assert read_changes(tmp_path / "mine.py")
     assert not (tmp_path / "ran").exists()
