@@ -43,6 +43,15 @@ def publish_change(services: Services, study: StoredStudy, update: Callable[[Tra
         study: the study.
         update: function that is called with a client of the study's tracking server, if the study has an MLflow run.
     """
+    try:
+        _publish(services, study, update)
+    except KeyboardInterrupt:
+        again = format_command("report", study.spec.name)
+        print_warning(f"the study has changed; MLflow and the report may lack the change, update them with: {again}")
+        raise
+
+
+def _publish(services: Services, study: StoredStudy, update: Callable[[Tracking], object]) -> None:
     tracking: Tracking | None = None
     try:
         if RUN_ID in study.attrs and find_tracking_uri(services, study) is not None:

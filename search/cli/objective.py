@@ -81,11 +81,18 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 def _make_run_dir(folder: Path) -> None:
     """Create the folder of a run before the training, whose result would be lost otherwise."""
+    with _name_run_dir(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextmanager
+def _name_run_dir(folder: Path) -> Iterator[None]:
+    """Raise a SearchError with the option if a file in the folder cannot be written."""
     from hpsearch.search.errors import SearchError
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        yield
     except OSError as error:
         raise SearchError(
             f"--run-dir {str(folder)!r} cannot be written ({error.strerror}); give a folder that you may write to"
@@ -268,7 +275,8 @@ def smoke(
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
         echo(f"step {number:5}  loss {result.losses[number]:.6g}")
     if run_dir is not None:
-        result.write(run_dir)
+        with _name_run_dir(run_dir):
+            result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
         echo("smoke test passed: the loss of {samples} samples is below {target:.4g} at lr {lr:g}".format(**details))
@@ -312,7 +320,8 @@ def lr_range(
         steps=steps,
         device=resolve_device(device),
     )
-    result.write(run_dir)
+    with _name_run_dir(run_dir):
+        result.write(run_dir)
     echo(
         f"suggested learning rate {result.suggestion:.2g} (the loss falls fastest); lowest loss at {result.highest:.2g}"
     )

@@ -10,6 +10,7 @@ import signal
 import stat
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,12 +158,12 @@ def backup(
     from rich.filesize import decimal
 
     from hpsearch.search.console import PlainConsole, show_steps
-    from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
+    from hpsearch.search.process import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.backup.backup import backup as write_backup
 
     with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
-        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # unfinished files are removed
+        _exit_on_signals()
         done = write_backup(
             file,
             owner_url=storage_url,
@@ -175,6 +176,14 @@ def backup(
             progress=progress,
         )
     echo(f"wrote {file}: {_format_counts(done.manifest)}, {decimal(done.size)}")
+
+
+def _exit_on_signals() -> None:
+    """Let signals end the command as an exception, so that unfinished files are removed."""
+    from hpsearch.search.process import stop_on_signals
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        stop_on_signals(number, request=partial(sys.exit, 128 + number))
 
 
 @register(SERVICES_SECTION)
@@ -191,12 +200,12 @@ def restore(
     resumes the trials that were running at the time of the backup.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
-    from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
+    from hpsearch.search.process import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as restore_backup
 
     with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
-        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # unfinished files are removed
+        _exit_on_signals()
         done = restore_backup(
             file,
             owner_url=storage_url,

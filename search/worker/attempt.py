@@ -16,6 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError, format_traceback, get_mes
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError
+from hpsearch.objectives.training.reproducibility.seeds import keep_torch_defaults
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.process import end_if_forked
@@ -77,6 +78,7 @@ class Attempt:
         context = self._context
         try:
             with (
+                keep_torch_defaults(),
                 context.lease.renew_periodically(self._claim),
                 context.storage.hold_trial(self._claim.trial_id, self._claim.attempt),
                 self._watch_startup(),

@@ -15,6 +15,7 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run the command line, which takes seconds to load."""
     open_standard_streams()
+    os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)

@@ -86,9 +86,11 @@ def check_model_name(name: str) -> None:
     Raises:
         StorageError: the name is empty, too long, or has invalid characters.
     """
-    if not name.strip() or len(name) > _MAX_MODEL_NAME or set(name) & set('/:"') or name in {".", ".."}:
+    is_short = name.strip() and len(name) <= _MAX_MODEL_NAME
+    if not is_short or not name.isprintable() or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
-            f"--model {name!r} must have 1 to {_MAX_MODEL_NAME} characters without / : and quotes; choose another"
+            f"--model {name!r} must have 1 to {_MAX_MODEL_NAME} printable characters without / : and quotes; "
+            "choose another"
         )
 
 

@@ -120,3 +120,15 @@ def make_reproducible(*, deterministic: bool, matmul_precision: str = "highest")
 def enable_repeatable_cublas() -> None:
     """Make the sums of cuBLAS deterministic. Call it before CUDA starts, because cuBLAS reads the setting only then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def keep_torch_defaults() -> Iterator[None]:
+    """Restore torch's default type and device at the end, which code of the objective may change for later trials."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,17 @@ def test_the_output_shows_characters_that_its_encoding_lacks() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "\\xfc\\u4e2d\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_backup_without_leftovers(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"""
+import os, tempfile, time
+from hpsearch.search.cli.services import _exit_on_signals
+_exit_on_signals()
+with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
+    os.kill(os.getpid(), {number})
+    time.sleep(60)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from torch import nn
 from hpsearch import ObjectiveError, Splits, TrainConfig
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build_run
-from hpsearch.objectives.training.reproducibility.seeds import seed_temporarily, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import keep_torch_defaults, seed_temporarily, set_seed
 from tests.objectives.training.support import fit
 
 
@@ -138,3 +138,11 @@ def test_a_seeded_block_is_repeatable_and_does_not_affect_other_code(draw):
     assert draw() == expected
     with seed_temporarily(7, "augment", 1):
         assert draw() == first
+
+
+def test_changed_defaults_of_torch_are_restored():
+    with keep_torch_defaults():
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+    assert torch.zeros(1).dtype == torch.float32
+    assert torch.zeros(1).device.type == "cpu"
