@@ -35,10 +35,15 @@ class PlainConsole(Console):
     Args:
         stderr: whether to print on stderr.
         width: width in characters; None for that of the terminal.
+        outlives_pipe: whether the output is discarded after the reader of a pipe has ended, such as `head`; otherwise
+            printing raises BrokenPipeError.
         options: further arguments of rich's console.
     """
 
-    def __init__(self, *, stderr: bool = False, width: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, stderr: bool = False, width: int | None = None, outlives_pipe: bool = False, **options: Any
+    ) -> None:
+        self._outlives_pipe = outlives_pipe
         is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
         if width is None and not is_terminal and not _has_columns():
             width = _FILE_COLUMNS
@@ -71,7 +76,10 @@ class PlainConsole(Console):
         return add_tokens(printed) if self.is_terminal and isinstance(printed, str) else printed
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError. Rich's method exits the process, but a closed pipe must not end a search."""
+        """Discard the output, or raise BrokenPipeError. Rich's method exits the process."""
+        if self._outlives_pipe:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            return
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
 
 

@@ -325,16 +325,24 @@ def _end_process(code: int) -> None:
 
 def end_session() -> list[int]:
     """Kill the processes that code of the objective left in this worker's own session, and return their PIDs."""
+    own = os.getpid()
+    if os.getsid(0) != own:  # for example a worker that was started in a terminal
+        return []
+    return kill_descendants(own, lambda pid: os.getsid(pid) == own)
+
+
+def kill_descendants(pid: int, selects: Callable[[int], bool] = lambda _: True) -> list[int]:
+    """Kill the descendants of a process that `selects` accepts, and return their PIDs."""
     import psutil
 
-    own, left = os.getpid(), list[int]()
-    if os.getsid(0) != own:  # for example a worker that was started in a terminal
-        return left
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) == own and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                process.kill()
-                left.append(process.pid)
+    left = list[int]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                is_tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+                if selects(process.pid) and not is_tracker:
+                    process.kill()
+                    left.append(process.pid)
     return left
 
 

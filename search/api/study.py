@@ -109,7 +109,7 @@ class Study:
             from hpsearch.search.tracking.tracker import check_trackers
 
             addresses = resolve_addresses(where)
-            begun = begin_search(given, addresses, PlainConsole(), enqueue, check=check_trackers)
+            begun = begin_search(given, addresses, PlainConsole(outlives_pipe=True), enqueue, check=check_trackers)
         study = cls(begun.study, begun.services)
         study._is_new, study._loaded = begun.is_new, begun.objective
         return study
@@ -173,7 +173,7 @@ class Study:
             options,
             workers=workers,
             created=is_new,
-            console=PlainConsole(),
+            console=PlainConsole(outlives_pipe=True),
             loaded=loaded,
         )
         _raise_early_end(interrupted=ran.is_interrupted, gave_up=() if ran.is_finished or ran.stopped else ran.gave_up)

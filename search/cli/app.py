@@ -59,6 +59,8 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort from None  # typer would return the exit code without a message
+        except BrokenPipeError:  # the reader, such as head, has enough; typer would return 1
+            raise typer.Exit(0) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children
+from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children, kill_descendants
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
 from hpsearch.search.study.preflight import inspect_objective, make_failed_result, run_random_smoke_test
@@ -39,6 +40,7 @@ def load_probed_objective(reference: str) -> BaseObjective:
     """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
     check_import(reference)
     bind_children()
+    atexit.register(kill_descendants, os.getpid())  # also those that the code has started as programs
     return load_objective(reference)
 
 
@@ -140,6 +142,7 @@ class ObjectiveProcess:
     def close(self) -> None:
         """End the process."""
         if self._pid is not None:
+            kill_descendants(self._pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             self._wait()

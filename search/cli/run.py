@@ -54,7 +54,7 @@ def run(
     check_devices(options)  # before the study is created
     require_one_device(settings.values.get("folds"), options.world_size)
     check_import(str(settings.values["objective"]))
-    console = PlainConsole()
+    console = PlainConsole(outlives_pipe=True)
     with ObjectiveProcess(settings.values) as process:
         with replace_flags_in_errors(settings.file_keys, settings.file):
             services, study, is_new, objective = begin_search(

@@ -163,7 +163,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """
-    console = PlainConsole()
+    console = PlainConsole(outlives_pipe=True)
     make = partial(create_or_join, study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
     with show_steps(console) as show_step:
         show_step("choosing the finalists")
@@ -260,7 +260,7 @@ def run_refit(
             )
         return make_or_join_refit(study, seeds=seeds, trial=trial)
 
-    console = PlainConsole()
+    console = PlainConsole(outlives_pipe=True)
     with show_steps(console) as show_step:
         show_step("creating the refit")
         companion = open_companion_study(services, study, options, make_refit)

@@ -307,7 +307,7 @@ def begin_search(
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []
         services = find_services(where, both=True, tracking_required=tracking_required, progress=show)
-        show("opening the study")
+        show("opening the study; a new one first checks the objective, and loads its data")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
         study, created = create_or_join(storage, settings, objective, check=check, inspect=inspect, enqueued=enqueued)
         study.set_attr(TRACKING_URI, services.open_tracking().uri)

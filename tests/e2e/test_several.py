@@ -39,7 +39,10 @@ class Small(Objective):
 """
 
 NAME = "several"
-STEPS = {"loading the objective", "opening the study"}  # the output of a run before its error
+STEPS = {
+    "loading the objective",
+    "opening the study; a new one first checks the objective, and loads its data",
+}  # the output of a run before its error
 ONE = 13 + 1 + 3 + 3  # parameters of width 1
 
 

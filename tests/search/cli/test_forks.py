@@ -15,12 +15,14 @@ from tests.waiting import wait_for
 
 FORKS = """
 import os
+import subprocess
 import time
 
 
 class Forking(Wine):
     def model(self, config, train):
         os.fork() or (open("pids", "a").write(f"{os.getpid()}\\n"), time.sleep(1000))
+        open("pids", "a").write(f"{subprocess.Popen(['sleep', '1000']).pid}\\n")
         return super().model(config, train)
 """
 

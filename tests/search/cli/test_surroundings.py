@@ -173,3 +173,22 @@ with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_ends_a_command_but_not_a_search() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hpsearch", "objective", "show", "digits"]
+    assert subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False).returncode == 0
+    code = """
+import sys
+from hpsearch.search.console import PlainConsole
+console = PlainConsole(outlives_pipe=True)
+for _ in range(3):
+    console.print("text")
+print("later", flush=True)
+sys.stderr.write("end")
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "end")
