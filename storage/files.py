@@ -50,11 +50,16 @@ def replacement(path: Path) -> Iterator[Path]:
         return
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
+        mode = None
         if target.exists():
             target.open("ab").close()
+            status = target.stat()
+            if status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EACCES, "it belongs to another user", str(target))
+            mode = status.st_mode & 0o777  # not the bits that start a program with the rights of its owner
         yield temporary
-        if target.exists():
-            shutil.copymode(target, temporary)
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

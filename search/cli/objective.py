@@ -79,8 +79,18 @@ def make_config(objective: BaseObjective, pairs: list[str] | None) -> Any:
         return TrainConfig(**values)
 
 
-def _make_run_dir(folder: Path) -> None:
-    """Create the folder of a run before the training, whose result would be lost otherwise."""
+def _make_run_dir(folder: Path, *names: str) -> None:
+    """Create the folder of a run before the training, whose result would be lost otherwise.
+
+    The files with these names must not be links, through which the command would change other files.
+    """
+    from hpsearch.search.errors import SearchError
+
+    for name in names:
+        if (folder / name).is_symlink():
+            raise SearchError(
+                f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
+            )
     with _name_run_dir(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -269,7 +279,7 @@ def smoke(
     found = require_model_objective(load_probed_objective(objective), "smoke")
     config = make_config(found, settings)
     if run_dir is not None:
-        _make_run_dir(run_dir)
+        _make_run_dir(run_dir, "smoke.json", "smoke.png")
     result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
@@ -310,7 +320,7 @@ def lr_range(
 
     found = require_model_objective(load_probed_objective(objective), "lr-range")
     config = make_config(found, settings)
-    _make_run_dir(run_dir)
+    _make_run_dir(run_dir, "lr-range.json", "lr-range.png")
     result = run_lr_range_test(
         found,
         config,

@@ -301,8 +301,15 @@ def secrets() -> None:
 
     If the output is redirected to a file, the file becomes private (mode 0600).
     """
-    with contextlib.suppress(OSError, ValueError):  # not a file, or of another user
-        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+    from hpsearch.search.errors import SearchError
+
+    with contextlib.suppress(OSError, ValueError):  # not a file
+        status = os.fstat(sys.stdout.fileno())
+        if stat.S_ISREG(status.st_mode):
+            if status.st_uid not in (0, os.geteuid()):
+                raise SearchError(
+                    f"the output file belongs to uid {status.st_uid}, who could read it; use another file"
+                )
             os.fchmod(sys.stdout.fileno(), 0o600)
     for name in SECRET_NAMES:
         echo(f"{name}={random.token_urlsafe(24)}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,10 +62,13 @@ def make_mlflow_command(
     command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--artifacts-destination", artifacts, "--app-name", "hpsearch"]  # storage/mlflow/server.py
     # One log line per request would be gigabytes in a long search.
-    command += ["--uvicorn-opts", "--no-access-log"]
+    # Without a folder of the application, the server would import modules of the working folder first.
+    trusted = shlex.quote(sysconfig.get_path("purelib"))
+    command += ["--uvicorn-opts", f"--no-access-log --app-dir {trusted}"]
     if allowed_hosts:
         command += ["--allowed-hosts", ",".join(allowed_hosts)]
-    return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    disabled = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return command, {**disabled, "PYTHONSAFEPATH": "1"}
 
 
 OnProgress = Callable[[str], None]

@@ -210,6 +210,22 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == "kept"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.chown(tmp_path / "file", 65534, -1)
+    with pytest.raises(PermissionError, match="belongs to another user"), replacement(tmp_path / "file") as file:
+        file.write_text("new")
+
+
+def test_a_replacement_never_gets_the_rights_of_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o6750)
+    with replacement(tmp_path / "file") as file:
+        file.write_text("new")
+    assert (tmp_path / "file").stat().st_mode & 0o7777 == 0o750
+
+
 def test_a_failed_replacement_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replacement(tmp_path / "file") as file:
         file.write_text(str(1 / 0))

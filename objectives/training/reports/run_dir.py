@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
@@ -59,6 +60,7 @@ class RunDir:
         if self.path is None:
             yield
             return
+        self._reject_links(self.path)
         handler = logging.FileHandler(self.path / "train.log", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self.log.addHandler(handler)
@@ -67,6 +69,12 @@ class RunDir:
         finally:
             self.log.removeHandler(handler)
             handler.close()
+
+    @staticmethod
+    def _reject_links(folder: Path) -> None:
+        """Raise an error if the folder contains links, through which the run would change other files."""
+        if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+            raise ObjectiveError(f"the run folder {folder} contains the link {links[0]!r}; remove it")
 
     def start(self, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> None:
         """Write `config.yaml` and `changes.diff`, and remove outdated metrics.

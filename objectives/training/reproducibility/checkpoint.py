@@ -253,7 +253,7 @@ class RunFiles:
 
     def remove_unreferenced_shards(self) -> None:
         """Remove the shards that no checkpoint in the directory references."""
-        if not self.shards.is_dir():
+        if self.shards.is_symlink() or not self.shards.is_dir():
             return
         referenced = {_read_shard_folder(path) for path in self.run_dir.glob("*.pt")}
         kept = [part for part in self.shards.iterdir() if part.name in referenced]

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from hpsearch import EpochRecord, TrainConfig
+from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reports import plots
 from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility import checkpoint
@@ -146,3 +147,20 @@ def test_the_style_of_the_working_folder_cannot_start_latex(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "a.png").exists()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_dir_with_a_link_is_rejected(wine, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "run" / "train.log").symlink_to(tmp_path / "other")
+    with pytest.raises(ObjectiveError, match=r"contains the link 'train\.log'; remove it"):
+        fit(wine, TrainConfig(model={"width": 4}), run_dir=tmp_path / "run")
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+def test_linked_shards_are_not_removed(tmp_path):
+    (tmp_path / "other" / "photos").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "shards").symlink_to(tmp_path / "other")
+    checkpoint.RunFiles(tmp_path / "run").remove_unreferenced_shards()
+    assert (tmp_path / "other" / "photos").is_dir()
