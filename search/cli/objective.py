@@ -86,12 +86,12 @@ def _make_run_dir(folder: Path, *names: str) -> None:
     """
     from hpsearch.search.errors import SearchError
 
-    for name in names:
-        if (folder / name).is_symlink():
-            raise SearchError(
-                f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
-            )
     with _name_run_dir(folder):
+        for name in names:
+            if (folder / name).is_symlink():
+                raise SearchError(
+                    f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
