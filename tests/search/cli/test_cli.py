@@ -6,7 +6,6 @@ import io
 import os
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from optuna.study import StudyDirection
 from hpsearch.objectives.loading import load_objective
 from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
-from hpsearch.search.cli.services import SECRET_NAMES
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import raise_interrupt
 from hpsearch.search.study.enqueue import read_rows
@@ -325,26 +323,6 @@ def test_init_does_not_overwrite_an_objective(refuse, tmp_path: Path, capsys: py
     assert run_command(["init", str(path)]) == 0
     capsys.readouterr()
     assert "exists" in refuse("init", str(path))
-
-
-def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = []
-    for _ in range(2):
-        assert run_command(["secrets"]) == 0
-        printed.append(dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines()))
-    assert tuple(printed[0]) == SECRET_NAMES
-    values = [*printed[0].values(), *printed[1].values()]
-    assert len(set(values)) == 2 * len(SECRET_NAMES)
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
-
-
-def test_a_file_of_secrets_is_private(tmp_path: Path) -> None:
-    file = tmp_path / ".env"
-    with file.open("w") as output:
-        file.chmod(0o644)
-        subprocess.run([sys.executable, "-m", "hpsearch", "secrets"], stdout=output, check=True)
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert len(file.read_text().splitlines()) == len(SECRET_NAMES)
 
 
 def test_another_metric_has_its_own_direction() -> None:

@@ -8,30 +8,27 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
 from collections.abc import Iterator
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener, urlopen
+from urllib.request import urlopen
 
 import mlflow
 import psycopg2
 import pytest
-from mlflow.exceptions import MlflowException
 from sqlalchemy import text
-from sqlalchemy.engine import make_url
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.embedded.state import ServiceRecord, load_state
+from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.sockets import is_own_server
 from hpsearch.storage.web.token import add_token, add_tokens, find_token, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
+from tests.storage.web.support import send_request
 from tests.web import open_url
 
 # Each is (service, method, path, body): what a program without the token may try.
@@ -51,43 +48,12 @@ _ATTACKS = [
 ]
 
 
-def _request(
-    stack: StackInfo, service: str, method: str, path: str, body: object = None, **headers: str
-) -> tuple[int, dict[str, str]]:
-    url = {"mlflow": stack.tracking_uri, "dashboard": stack.dashboard_url}[service] + path
-    data = None if body is None else json.dumps(body).encode()
-    headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = Request(url, data=data, method=method, headers={"Content-Type": "application/json", **headers})
-    opener = build_opener(_NoRedirect)
-    try:
-        with opener.open(request, timeout=300) as reply:
-            return reply.status, _lower(reply.headers)
-    except urllib.error.HTTPError as error:
-        return error.code, _lower(error.headers)
-
-
-def _lower(headers: Message) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-@pytest.fixture
-def token(stack: StackInfo) -> str:
-    found = read_token(stack.home)
-    assert found
-    return found
-
-
 @pytest.mark.parametrize(("service", "method", "path", "body"), _ATTACKS)
 @pytest.mark.parametrize("authorization", ["", "Bearer ", "Bearer wrong", "Basic aHBzZWFyY2g6"])
 def test_a_request_without_the_token_is_rejected(
     stack: StackInfo, service: str, method: str, path: str, body: object, authorization: str
 ) -> None:
-    status, _ = _request(stack, service, method, path, body, Authorization=authorization)
+    status, _ = send_request(stack, service, method, path, body, Authorization=authorization)
     assert status == 401
 
 
@@ -102,94 +68,25 @@ def test_paths_in_other_spellings_are_rejected_too(stack: StackInfo) -> None:
             "/?token=",
             "/?token=x",
         ):
-            assert _request(stack, service, "GET", path)[0] in {401, 400}, path
-
-
-@pytest.mark.parametrize("path", ["evil.py", "0/evil.py", f"{'0' * 32}/evil.py", f"models/{'0' * 32}/artifacts/"])
-@pytest.mark.parametrize(("method", "call"), [("PUT", "artifacts"), ("POST", "mpu/create")])
-def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
-    stack: StackInfo, token: str, method: str, call: str, path: str
-) -> None:
-    """Otherwise a command of the owner could import an uploaded file as an objective."""
-    url, header = f"/api/2.0/mlflow-artifacts/{call}/{path}", {"Authorization": f"Bearer {token}"}
-    status, _ = _request(stack, "mlflow", method, url, "print()", **header)
-    assert status == 403
-    assert not list((stack.home / "artifacts").rglob("evil.py"))
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("PUT", "/ajax-api/3.0/mlflow/assistant/config"),
-        ("POST", "//ajax-api/3.0//mlflow/gateway/endpoints/create"),
-        ("POST", "/gateway/mlflow/v1/chat/completions"),
-        ("POST", "/ajax-api/3.0/jobs/"),
-        ("POST", "/api/2.0/mlflow/webhooks"),
-    ],
-)
-def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
-    stack: StackInfo, token: str, method: str, path: str
-) -> None:
-    """MLflow's assistant runs commands in a shell; other features send requests to any address."""
-    assert _request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
-
-
-def test_the_page_of_mlflow_hides_the_disabled_assistant(stack: StackInfo, token: str) -> None:
-    request = Request(stack.tracking_uri, headers={"Authorization": f"Bearer {token}"})
-    with urlopen(request) as reply:
-        page = reply.read()
-    assert b"[data-assistant-ui] { display: none" in page
-    assert page.endswith(b"</html>")
-
-
-def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
-    stack: StackInfo, token: str, tmp_path: Path
-) -> None:
-    client = mlflow.MlflowClient(stack.tracking_uri)
-    for location in (
-        f"file://{tmp_path}",
-        str(tmp_path),
-        "relative",
-        "s3://bucket/x",
-        f"{stack.home}/artifacts/../x",
-        f"{stack.home}/artifacts/%2e%2e/x",
-        "mlflow-artifacts:/%2e%2e/x",
-        "mlflow-artifacts:////127.0.0.1:9/x",
-    ):
-        with pytest.raises(MlflowException, match="'artifact_location' is not a location of this server; omit it"):
-            client.create_experiment("theirs", artifact_location=location)
-    client.create_registered_model("theirs")
-    with pytest.raises(MlflowException, match="'source' is not a location of this server"):
-        client.create_model_version("theirs", "s3://bucket/x")
-    run = client.create_run(client.create_experiment("earlier")).info
-    found = load_state(stack.home)
-    assert found is not None
-    url = make_url(stack.owner_url).set(username="mlflow", password=found.mlflow_password, database="mlflow")
-    with make_engine(
-        url.render_as_string(hide_password=False), application_name="test"
-    ).begin() as connection:  # as an earlier version allowed
-        change = text("UPDATE runs SET artifact_uri = :folder WHERE run_uuid = :run")
-        connection.execute(change, {"folder": f"{tmp_path}/{run.run_id}/artifacts", "run": run.run_id})
-    path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run.run_id}&path=a.txt"
-    assert _request(stack, "mlflow", "POST", path, "text", Authorization=f"Bearer {token}")[0] == 400
-    assert not list(tmp_path.rglob("*"))
+            assert send_request(stack, service, "GET", path)[0] in {401, 400}, path
 
 
 def test_mlflow_reports_its_health_to_everyone(stack: StackInfo) -> None:
-    assert _request(stack, "mlflow", "GET", "/health")[0] == 200
+    assert send_request(stack, "mlflow", "GET", "/health")[0] == 200
 
 
 @pytest.mark.parametrize("service", ["mlflow", "dashboard"])
 def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, service: str) -> None:
-    status, headers = _request(stack, service, "GET", f"/?token={token}&a=1%202")
+    status, headers = send_request(stack, service, "GET", f"/?token={token}&a=1%202")
     assert (status, headers["location"]) == (303, "/?a=1+2")
     cookie, *attributes = headers["set-cookie"].split("; ")
     assert {"HttpOnly", "SameSite=Strict"} <= set(attributes)
     assert token not in cookie
-    assert _request(stack, service, "GET", "/", Cookie=cookie)[0] in {200, 302}
-    assert _request(stack, service, "GET", "/", Cookie=cookie[:-1])[0] == 401
+    assert send_request(stack, service, "GET", "/", Cookie=cookie)[0] in {200, 302}
+    assert send_request(stack, service, "GET", "/", Cookie=cookie[:-1])[0] == 401
     assert (
-        _request(stack, service, "GET", "/%09/evil.example/?token=", Cookie=cookie)[1]["location"] == "/evil.example/"
+        send_request(stack, service, "GET", "/%09/evil.example/?token=", Cookie=cookie)[1]["location"]
+        == "/evil.example/"
     )
 
 
@@ -198,12 +95,12 @@ def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, 
 def test_a_page_of_another_origin_is_rejected_and_gets_no_cors_header(
     stack: StackInfo, token: str, service: str, origin: str
 ) -> None:
-    _, headers = _request(stack, service, "GET", f"/?token={token}")
+    _, headers = send_request(stack, service, "GET", f"/?token={token}")
     cookie = headers["set-cookie"].split("; ")[0]
     path = {"mlflow": "/ajax-api/2.0/mlflow/experiments/search?max_results=1", "dashboard": "/api/studies"}[service]
     for method in ("GET", "POST", "OPTIONS"):
         body = {} if method == "POST" else None
-        status, answered = _request(stack, service, method, path, body, Origin=origin, Cookie=cookie)
+        status, answered = send_request(stack, service, method, path, body, Origin=origin, Cookie=cookie)
         assert status == 403
         assert not [name for name in answered if name.startswith("access-control-")]
 
@@ -211,12 +108,12 @@ def test_a_page_of_another_origin_is_rejected_and_gets_no_cors_header(
 @pytest.mark.parametrize("service", ["mlflow", "dashboard"])
 def test_other_ports_of_this_machine_may_link_here_but_not_read(stack: StackInfo, token: str, service: str) -> None:
     """All ports of 127.0.0.1 are one site, so the browser sends the cookie with requests of their pages."""
-    _, headers = _request(stack, service, "GET", f"/?token={token}")
+    _, headers = send_request(stack, service, "GET", f"/?token={token}")
     cookie = headers["set-cookie"].split("; ")[0]
 
     def browse(mode: str, destination: str, method: str = "GET") -> int:
         fetch = {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": mode, "Sec_Fetch_Dest": destination}
-        return _request(stack, service, method, "/", None, Cookie=cookie, **fetch)[0]
+        return send_request(stack, service, method, "/", None, Cookie=cookie, **fetch)[0]
 
     assert browse("navigate", "document") in {200, 302}
     assert browse("navigate", "iframe") == 403
@@ -225,7 +122,7 @@ def test_other_ports_of_this_machine_may_link_here_but_not_read(stack: StackInfo
 
 
 def test_pages_of_the_dashboard_run_no_foreign_script_and_cannot_be_framed(stack: StackInfo, token: str) -> None:
-    _, headers = _request(stack, "dashboard", "GET", "/dashboard", Authorization=f"Bearer {token}")
+    _, headers = send_request(stack, "dashboard", "GET", "/dashboard", Authorization=f"Bearer {token}")
     policy = headers["content-security-policy"]
     assert "script-src 'self';" in policy
     assert "frame-ancestors 'none'" in policy
@@ -245,7 +142,7 @@ def test_another_user_of_this_machine_finds_the_port_and_is_rejected(stack: Stac
                 found.append("denied")
         sockets = Path("/proc/net/tcp").read_text().splitlines()[1:]
         ports = {int(line.split()[1].split(":")[1], 16) for line in sockets}
-        evil = _request(stack, "mlflow", "PUT", "/api/2.0/mlflow-artifacts/artifacts/0/evil/MLmodel", "evil")
+        evil = send_request(stack, "mlflow", "PUT", "/api/2.0/mlflow-artifacts/artifacts/0/evil/MLmodel", "evil")
         return [*found, urlsplit(stack.tracking_uri).port in ports, evil[0]]
 
     assert act_as_second_user(attack) == ["denied", "denied", True, 401]
@@ -395,15 +292,15 @@ def test_no_auth_needs_no_token_until_auth_is_chosen_again_and_tokens_are_replac
         with urlopen(url, timeout=300) as reply:
             assert reply.status == 200
     assert embedded.find_running(own_home) == stack, "the choice stays"
-    assert _request(stack, "mlflow", "GET", "/version", Origin="http://localhost:9999")[0] == 403
+    assert send_request(stack, "mlflow", "GET", "/version", Origin="http://localhost:9999")[0] == 403
 
     stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND, needs_token=True)
-    assert _request(stack, "mlflow", "GET", "/version")[0] == 401
-    assert _request(stack, "dashboard", "GET", "/api/meta")[0] == 401
+    assert send_request(stack, "mlflow", "GET", "/version")[0] == 401
+    assert send_request(stack, "dashboard", "GET", "/api/meta")[0] == 401
 
     # A new token replaces the old one in the way that the documentation describes.
     old = read_token(own_home)
-    _, headers = _request(stack, "mlflow", "GET", f"/?token={old}")
+    _, headers = send_request(stack, "mlflow", "GET", f"/?token={old}")
     (own_home / "web-token").unlink()
     embedded.down(own_home)
     stack = embedded.up(own_home, dashboard=DASHBOARD_COMMAND)
@@ -411,9 +308,9 @@ def test_no_auth_needs_no_token_until_auth_is_chosen_again_and_tokens_are_replac
     assert new
     assert new != old
     for service, path in (("mlflow", "/version"), ("dashboard", "/api/meta")):
-        assert _request(stack, service, "GET", path, Authorization=f"Bearer {old}")[0] == 401
-        assert _request(stack, service, "GET", path, Cookie=headers["set-cookie"].split("; ")[0])[0] == 401
-        assert _request(stack, service, "GET", path, Authorization=f"Bearer {new}")[0] == 200
+        assert send_request(stack, service, "GET", path, Authorization=f"Bearer {old}")[0] == 401
+        assert send_request(stack, service, "GET", path, Cookie=headers["set-cookie"].split("; ")[0])[0] == 401
+        assert send_request(stack, service, "GET", path, Authorization=f"Bearer {new}")[0] == 200
 
 
 def test_the_token_is_in_no_command_line_log_or_study(stack: StackInfo, token: str) -> None:

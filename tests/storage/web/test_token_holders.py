@@ -1,0 +1,87 @@
+"""Limits of a holder of the token, such as a worker: no programs and no files of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import mlflow
+import pytest
+from mlflow.exceptions import MlflowException
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.state import load_state
+from tests.storage.web.support import send_request
+
+
+@pytest.mark.parametrize("path", ["evil.py", "0/evil.py", f"{'0' * 32}/evil.py", f"models/{'0' * 32}/artifacts/"])
+@pytest.mark.parametrize(("method", "call"), [("PUT", "artifacts"), ("POST", "mpu/create")])
+def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
+    stack: StackInfo, token: str, method: str, call: str, path: str
+) -> None:
+    """Otherwise a command of the owner could import an uploaded file as an objective."""
+    url, header = f"/api/2.0/mlflow-artifacts/{call}/{path}", {"Authorization": f"Bearer {token}"}
+    status, _ = send_request(stack, "mlflow", method, url, "print()", **header)
+    assert status == 403
+    assert not list((stack.home / "artifacts").rglob("evil.py"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/ajax-api/3.0/mlflow/assistant/config"),
+        ("POST", "//ajax-api/3.0//mlflow/gateway/endpoints/create"),
+        ("POST", "/gateway/mlflow/v1/chat/completions"),
+        ("POST", "/ajax-api/3.0/jobs/"),
+        ("POST", "/api/2.0/mlflow/webhooks"),
+    ],
+)
+def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
+    stack: StackInfo, token: str, method: str, path: str
+) -> None:
+    """MLflow's assistant runs commands in a shell; other features send requests to any address."""
+    assert send_request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
+
+
+def test_the_page_of_mlflow_hides_the_disabled_assistant(stack: StackInfo, token: str) -> None:
+    request = Request(stack.tracking_uri, headers={"Authorization": f"Bearer {token}"})
+    with urlopen(request) as reply:
+        page = reply.read()
+    assert b"[data-assistant-ui] { display: none" in page
+    assert page.endswith(b"</html>")
+
+
+def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
+    stack: StackInfo, token: str, tmp_path: Path
+) -> None:
+    client = mlflow.MlflowClient(stack.tracking_uri)
+    for location in (
+        f"file://{tmp_path}",
+        str(tmp_path),
+        "relative",
+        "s3://bucket/x",
+        f"{stack.home}/artifacts/../x",
+        f"{stack.home}/artifacts/%2e%2e/x",
+        "mlflow-artifacts:/%2e%2e/x",
+        "mlflow-artifacts:////127.0.0.1:9/x",
+    ):
+        with pytest.raises(MlflowException, match="'artifact_location' is not a location of this server; omit it"):
+            client.create_experiment("theirs", artifact_location=location)
+    client.create_registered_model("theirs")
+    with pytest.raises(MlflowException, match="'source' is not a location of this server"):
+        client.create_model_version("theirs", "s3://bucket/x")
+    run = client.create_run(client.create_experiment("earlier")).info
+    found = load_state(stack.home)
+    assert found is not None
+    url = make_url(stack.owner_url).set(username="mlflow", password=found.mlflow_password, database="mlflow")
+    with make_engine(
+        url.render_as_string(hide_password=False), application_name="test"
+    ).begin() as connection:  # as an earlier version allowed
+        change = text("UPDATE runs SET artifact_uri = :folder WHERE run_uuid = :run")
+        connection.execute(change, {"folder": f"{tmp_path}/{run.run_id}/artifacts", "run": run.run_id})
+    path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run.run_id}&path=a.txt"
+    assert send_request(stack, "mlflow", "POST", path, "text", Authorization=f"Bearer {token}")[0] == 400
+    assert not list(tmp_path.rglob("*"))
