@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 
@@ -186,6 +188,9 @@ def make_postgres_folder(home: Path) -> Path:
 def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
     """Return binaries that the account can run: `binaries`, or a copy of them in `folder`.
 
+    If the path of `folder` has characters that a shell interprets in double quotes, in which `initdb` runs the
+    binaries, the copy is in a folder for all homes.
+
     Raises:
         StorageError: the account cannot run the binaries, which are not from a wheel and therefore cannot be copied.
     """
@@ -196,9 +201,14 @@ def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Bin
             f"user {account.name!r}, the user of Postgres, cannot execute {str(binaries.bin_folder / 'postgres')!r}; "
             "pip install 'hpsearch[server]', run hpsearch as an ordinary user, or give --storage-url"
         )
+    if set(str(folder)) & set('"$`\\'):
+        folder = _EXTERNAL_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o711)
     target = folder / f"binaries-{binaries.version}"
-    if not target.exists():
-        _copy_package(binaries.package, target)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            _copy_package(binaries.package, target)
     return Binaries(target / binaries.package.name / "pginstall" / "bin", binaries.version, None)
 
 

@@ -346,7 +346,9 @@ class TestAsRoot:
         closed.chmod(0o755)
         assert make_postgres_folder(closed / "home") == folder  # existing data stay in their folder
 
-    def test_binaries_without_access_for_the_other_user_are_copied(self, home: Path, tmp_path: Path) -> None:
+    def test_binaries_without_access_for_the_other_user_are_copied(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         wheel = find_binaries()
         assert wheel.package is not None
         tmp_path.chmod(0o700)
@@ -360,6 +362,10 @@ class TestAsRoot:
         assert copied.bin_folder.is_relative_to(home)
         assert account.can_run([copied.bin_folder / "initdb", "--version"])
         assert ensure_executable(hidden, account, home) == copied
+        outside = home / "outside"
+        monkeypatch.setattr(postgres_account, "_EXTERNAL_FOLDER", outside)
+        quoted = ensure_executable(hidden, account, home / 'a "name" in $quotes')
+        assert quoted.bin_folder.is_relative_to(outside), "initdb could not run programs with such a path"
         with pytest.raises(StorageError, match="cannot execute"):
             ensure_executable(Binaries(hidden.bin_folder, hidden.version, None), account, home)
 
