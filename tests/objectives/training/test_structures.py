@@ -94,7 +94,7 @@ class _Edges(nn.Module):
         a, b = nodes[edges[:, 0]], nodes[edges[:, 1]]
         messages = self.net(torch.stack([a, b, a * b], dim=1)).squeeze(1)
         count = int(graph[-1]) + 1
-        return torch.zeros(count, dtype=messages.dtype).index_add(0, graph[edges[:, 0]], messages)
+        return messages.new_zeros(count).index_add(0, graph[edges[:, 0]], messages)
 
 
 class Vae(Objective):

@@ -37,7 +37,7 @@ class Points(Objective):
 
     def evaluate(self, model, part, config):
         self.sizes.append(len(part))
-        made = torch.cat([model(torch.randn(batch.size, 2)) for batch in part.batches(7)])
+        made = torch.cat([model(torch.randn_like(batch.x)) for batch in part.batches(7)])
         return {"distance": (made.mean(0) - part.y.mean(0)).norm()}
 
 

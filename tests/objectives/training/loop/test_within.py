@@ -76,6 +76,10 @@ class Pooled:
         self.auroc, self.of = binary(), torch.nn.functional.softmax
         self.reset()
 
+    def to(self, device):
+        self.auroc.to(device)
+        return self
+
     def update(self, output, target):
         self.auroc.update(output[:, :2], target.clamp(max=1))
         self.rows.append(output.detach())

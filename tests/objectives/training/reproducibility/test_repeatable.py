@@ -83,7 +83,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error(objective_with)
         def forward(self, x):
             output = super().forward(x)
             if self.training:  # evaluation runs first and would raise the same error
-                output.clone().put_(torch.tensor([0]), torch.tensor([0.0]))
+                output.clone().put_(torch.zeros(1, dtype=torch.long, device=x.device), output.new_zeros(1))
             return output
 
     objective = objective_with(model=lambda *_: Puts(13, 3))
