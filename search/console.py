@@ -253,4 +253,5 @@ def log_to_stderr(level: int) -> None:
     """Print log records from `level` on to stderr, with time and level."""
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.raiseExceptions = False  # a log on a full disk must not add a traceback per line
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -20,6 +20,15 @@ def format_os_error(error: Exception) -> str:
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+def find_full_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of a full disk that an error is, or that caused it; None if there is none."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def suggest_disk_remedy(error: OSError, otherwise: str) -> str:
     """Return the remedy for a failed write: free disk space if the disk is full, else the text `otherwise`."""
     return "free disk space" if error.errno in FULL_DISK_ERRORS else otherwise

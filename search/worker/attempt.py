@@ -38,7 +38,7 @@ from hpsearch.storage.attributes import (
     TRACKING,
     VIOLATIONS,
 )
-from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
+from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError, find_full_disk
 from hpsearch.storage.rungs.rungs import RungRank
 from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.finishing import Outcome, TrialEnd
@@ -70,7 +70,8 @@ class Attempt:
         """Run the trial; return how it ended, or None if it has not ended and another attempt will continue it.
 
         Raises:
-            CheckpointStoreError: the checkpoint store is unavailable. The trial was released.
+            CheckpointStoreError: the checkpoint store is unavailable, or the objective cannot write, because the disk is
+                full. The trial was released.
             RankLostError: a rank ended or does not answer. Other workers can claim the trial.
             Exception: the database is unavailable; the exception is one of `SERVICE_ERRORS`.
         """
@@ -118,6 +119,10 @@ class Attempt:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # errors of the user's code, of any kind, end the trial, not the worker
+            if full := find_full_disk(error):
+                self._release(Outcome.RELEASED)
+                file = "" if full.filename is None else f" for {str(full.filename)!r}"
+                raise CheckpointStoreError(f"no disk space left{file} ({full.strerror}); free disk space") from error
             return self._fail(error)
         if result.status != "stopped":
             return self._finish(result)

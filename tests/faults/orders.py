@@ -172,6 +172,13 @@ def _free_disk(_: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
 
 
+def _no_space(_: Path) -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "cache.npy")
+    except OSError as error:
+        raise RuntimeError("the cache cannot be written") from error
+
+
 def _away(_: Path) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
@@ -189,5 +196,6 @@ ACTIONS: dict[str, Callable[[Path], Any]] = {
     "fill the disk": _fill_disk,
     "fill the outbox": _fill_outbox,
     "free the disk": _free_disk,
+    "no space": _no_space,
     "input/output error": _away,
 }

@@ -10,6 +10,7 @@ import optuna
 import pytest
 
 from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.search.process import EXIT_UNAVAILABLE
 from tests.faults.harness import Arena
 from tests.faults.invariants import assert_equals_undisturbed
 from tests.faults.orders import Order
@@ -39,6 +40,18 @@ def test_a_full_disk_costs_checkpoints_but_no_trial(
     assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each trial resumes after its last complete checkpoint"
     log = "".join(worker.log.read_text() for worker in arena.workers)
     assert log.count("File too large; the trial continues") == 3, "each worker logs it once"
+
+
+def test_an_objective_without_disk_space_costs_no_trial(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena.create(1, [Order("training", "no space", trial=0, attempt=n, epoch=2) for n in (1, 2, 3, 4)])
+    arena.work(1, codes=(EXIT_UNAVAILABLE,))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trials[0].outcomes == [*["released"] * 4, "complete"]
+    log = "".join(worker.log.read_text() for worker in arena.workers)
+    assert "no disk space left for 'cache.npy' (No space left on device); free disk space" in log
+    assert "Traceback" not in log
 
 
 def test_a_trial_resumes_on_another_machine(

@@ -68,7 +68,8 @@ class RunDir:
             yield
         finally:
             self.log.removeHandler(handler)
-            handler.close()
+            with self._tolerate_full_disk("train.log"):
+                handler.close()
 
     @staticmethod
     def _reject_links(folder: Path) -> None:
@@ -88,14 +89,15 @@ class RunDir:
         if self.path is None:
             return
         target = self.path / "config.yaml"
-        if resumed_at is None:
-            self._metrics.clear()
-        StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
-        if resumed_at is None or not target.exists():
-            _replace(target, _to_yaml(resolved))
-            (self.path / "changes.diff").unlink(missing_ok=True)
-            if changes:
-                _replace(self.path / "changes.diff", changes)
+        with self._tolerate_full_disk("config.yaml"):
+            if resumed_at is None:
+                self._metrics.clear()
+            StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
+            if resumed_at is None or not target.exists():
+                _replace(target, _to_yaml(resolved))
+                (self.path / "changes.diff").unlink(missing_ok=True)
+                if changes:
+                    _replace(self.path / "changes.diff", changes)
 
     def record(self, record: EpochRecord) -> None:
         """Append an epoch to `metrics.jsonl` unless it is already there."""

@@ -16,7 +16,8 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reports import plots
 from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility import checkpoint
-from tests.objectives.training.support import Memory, fit
+from tests.full_disk import full_disk
+from tests.objectives.training.support import Memory, fit, same_result
 
 
 def test_a_run_dir_has_the_documented_files(wine, tmp_path):
@@ -55,6 +56,14 @@ def test_a_new_run_in_an_old_run_dir_replaces_its_metrics(wine, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["val_loss"] for line in lines] == [record.metrics["val_loss"] for record in result.history]
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["config"]["lr"] == 0.001
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_has_the_same_results(wine, tmp_path, caplog):
+    with full_disk():
+        result = fit(wine, session=Memory(), run_dir=tmp_path)
+    assert "config.yaml cannot be written: File too large; the run continues" in caplog.messages
+    same_result(result, fit(wine))
 
 
 def test_nothing_is_written_without_a_run_dir(wine, tmp_path, monkeypatch):
