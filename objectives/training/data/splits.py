@@ -203,13 +203,16 @@ class Splits:
             seen |= rows
 
     def check_classes(self, ignored: int | None = None) -> None:
-        """Check that each label is from 0 to the largest training label, or equal to `ignored`.
+        """Check that there are two classes, and that each label is from 0 to the largest training label, or `ignored`.
 
         Raises:
-            ObjectiveError: a label is out of range.
+            ObjectiveError: the training labels are all equal, or a label is out of range.
         """
         labels = {name: part.y for name, part in self.parts() if isinstance(part.y, Tensor)}
         counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
+        if (kinds := len(counted["train"].unique())) < 2:
+            found = f"all train labels are {int(counted['train'][0])}" if kinds else "no train sample has a class"
+            raise ObjectiveError(f"{found}, so there is nothing to learn; check the labels and the splits")
         classes = int(counted["train"].max()) + 1
         for name, y in counted.items():
             if not len(y):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ _TICKS = 5  # few ticks, because drawing the axes takes half of the time
 _GREY, _BLUE, _RED = "#7f7f7f", "#1f77b4", "#d62728"
 _NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of the width
 
+_LARGEST = 1e300  # matplotlib cannot place ticks at larger numbers
+
 _figures = threading.local()  # the figures of this thread, by their kind and panels
 
 
@@ -33,16 +35,16 @@ def plot_curves(history: list[EpochRecord], path: Path, names: Sequence[str], *,
 def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     """Draw the gradient norm of each layer in the records of a `StepLog`, as a PNG; return None without norms."""
     records = [record for record in steps if "layers" in record]
-    if not records:
+    names = list(records[-1]["layers"]) if records else []
+    curves = [_drawable((r["step"], r["layers"][name]) for r in records if r["layers"].get(name)) for name in names]
+    if not any(curves):
         return None
     import matplotlib
     from matplotlib.ticker import NullLocator
 
     figure, (axes,) = _get_figure("gradients", 7.5, margin=_MARGIN)
-    names = list(records[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
-    for number, name in enumerate(names):
-        points = [(r["step"], r["layers"][name]) for r in records if r["layers"].get(name)]
+    for number, (name, points) in enumerate(zip(names, curves, strict=True)):
         if points:
             short = name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}"
             label = short if len(names) <= _MAX_LABELS or number in (0, len(names) - 1) else None
@@ -83,17 +85,24 @@ def plot_overfit(losses: Sequence[float], path: Path, *, target: float) -> Path:
     """Draw the loss on one batch over steps, and the target that the loss must reach, as a PNG."""
     figure, axes = _plot_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
     axes.axhline(target, color=_RED, linewidth=1, linestyle="--", label=f"target: {target:.2g}")
-    axes.set_yscale("log")
+    if min((loss for _, loss in _drawable(enumerate(losses))), default=0.0) > 0:
+        axes.set_yscale("log")
     return _save_with_legend(figure, axes, path)
 
 
 def _plot_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel: str) -> tuple[Any, Any]:
     figure, (axes,) = _make_figure(6.5)
-    axes.plot(xs, ys, color=_BLUE)
+    points = _drawable(zip(xs, ys, strict=True))
+    axes.plot([x for x, _ in points], [y for _, y in points], color=_BLUE)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     _draw_grid(axes)
     return figure, axes
+
+
+def _drawable(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points with finite values that matplotlib can draw."""
+    return [(x, y) for x, y in points if abs(y) < _LARGEST]
 
 
 def _make_figure(width: float, panels: int = 1, *, margin: float = 0.0) -> tuple[Any, list[Any]]:
@@ -158,14 +167,15 @@ def _save(figure: Any, path: Path) -> Path:
 
 def _draw_panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
     for split, colour in (("train", _GREY), ("val", _BLUE)):
-        points = [(r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics]
+        points = _drawable((r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics)
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
             _write_name(axes, 0 if split == "train" else 1, "train" if split == "train" else "validation", colour)
     if best_epoch is not None and f"val_{name}" in history[best_epoch].metrics:
         value = history[best_epoch].metrics[f"val_{name}"]
         axes.axvline(best_epoch + 1, color=_RED, linewidth=1, linestyle="--")
-        axes.plot([best_epoch + 1], [value], "o", color=_RED)
+        for point in _drawable([(best_epoch + 1, value)]):
+            axes.plot(*point, "o", color=_RED)
         _write_name(axes, 2, f"best epoch {best_epoch + 1}: {value:.4g}", _RED)
     axes.set_xlabel("epoch")
     axes.set_ylabel(name.replace("_", " "))

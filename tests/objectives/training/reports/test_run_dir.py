@@ -1,6 +1,7 @@
 """The directory of a run."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -64,6 +65,17 @@ def test_a_run_on_a_full_disk_has_the_same_results(wine, tmp_path, caplog):
         result = fit(wine, session=Memory(), run_dir=tmp_path)
     assert "config.yaml cannot be written: File too large; the run continues" in caplog.messages
     same_result(result, fit(wine))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [[math.nan, math.nan], [math.inf, 1e308], [0.0, 0.0], [-1.0, math.nan]])
+def test_values_that_cannot_be_drawn_are_left_out_of_plots(tmp_path, values):
+    history = [EpochRecord(n, 0.0, {"train_loss": value, "val_loss": value}) for n, value in enumerate(values)]
+    steps = [{"step": n, "layers": {"weight": abs(value)}} for n, value in enumerate(values)]
+    assert plot_curves(history, tmp_path / "curves.png", ["loss"], best_epoch=0).exists()
+    plot_gradient_norms(steps, tmp_path / "gradients.png")
+    assert plots.plot_overfit(values, tmp_path / "overfit.png", target=0.1).exists()
+    assert plots.plot_lr_range([1e-4, 1e-3], values, tmp_path / "lr.png", suggestion=1e-3).exists()
 
 
 def test_nothing_is_written_without_a_run_dir(wine, tmp_path, monkeypatch):
