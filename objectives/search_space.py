@@ -57,6 +57,12 @@ def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[flo
         raise ObjectiveError(
             f"parameter {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
         )
+    for choice in choices:
+        if choice is not None and not isinstance(choice, (bool, int, float, str)):
+            raise ObjectiveError(
+                f"parameter {name!r} has the choice {choice!r}, which is of type {type(choice).__name__}, but the "
+                "database holds only None, bool, int, float and str; let the choices be the keys of a dictionary"
+            )
     for kind, text in (("name", name), *(("choice", choice) for choice in choices if isinstance(choice, str))):
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise ObjectiveError(

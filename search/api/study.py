@@ -181,8 +181,12 @@ class Study:
 
     def _options(self, method: Callable[..., Any], workers: int, how: FleetWorkerOptions) -> WorkerOptions:
         """Return the options of a fleet's workers; start the fork server, which imports modules in the background."""
-        if not isinstance(workers, int) or workers < 0:
-            raise SearchError(f"{method.__name__}(workers={workers!r}) is invalid; give a number such as workers=2")
+        from hpsearch.search.worker.options import MAX_LOCAL_WORKERS
+
+        if not isinstance(workers, int) or not 0 <= workers <= MAX_LOCAL_WORKERS:
+            raise SearchError(
+                f"{method.__name__}(workers={workers!r}) is invalid; give a number from 0 to {MAX_LOCAL_WORKERS}"
+            )
         from hpsearch.search.fleet.fork_server import start_fork_server
 
         start_fork_server(workers)

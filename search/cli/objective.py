@@ -193,7 +193,8 @@ def train(
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _make_run_dir(folder)
-    session = PrintingSession(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
+    absolute = folder.absolute()  # the objective may change the working folder
+    session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
     try:
         with _print_warnings():
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
@@ -206,7 +207,9 @@ def train(
             err=True,
         )
         return EXIT_INTERRUPTED
-    _print_result(found, result, folder, test=test)
+    report = absolute / "report.md"
+    files = f"report: {folder / report.name}" if report.exists() else f"files: {folder}"
+    _print_result(found, result, files, test=test)
     return 0
 
 
@@ -230,14 +233,13 @@ def _format_epoch(epoch: int, metrics: dict[str, float], metric: str) -> str:
     return f"epoch {epoch + 1:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
 
 
-def _print_result(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
+def _print_result(objective: BaseObjective, result: RunResult, files: str, *, test: bool) -> None:
     from hpsearch.objectives.fit import restore_model
     from hpsearch.objectives.model_metric_names import get_metric_value
     from hpsearch.objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-    report = folder / "report.md"
-    echo(f"{best}; {f'report: {report}' if report.exists() else f'files: {folder}'}")
+    echo(f"{best}; {files}")
     if result.best_metrics and objective.reported:
         echo("  ".join(f"{key} {get_metric_value(result.best_metrics, key):.6g}" for key in objective.reported))
     if result.resume_note:
@@ -280,6 +282,7 @@ def smoke(
     config = make_config(found, settings)
     if run_dir is not None:
         _make_run_dir(run_dir, "smoke.json", "smoke.png")
+        run_dir = run_dir.absolute()  # the objective may change the working folder
     result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
@@ -321,6 +324,7 @@ def lr_range(
     found = require_model_objective(load_probed_objective(objective), "lr-range")
     config = make_config(found, settings)
     _make_run_dir(run_dir, "lr-range.json", "lr-range.png")
+    absolute = run_dir.absolute()  # the objective may change the working folder
     result = run_lr_range_test(
         found,
         config,
@@ -331,7 +335,7 @@ def lr_range(
         device=resolve_device(device),
     )
     with _name_run_dir(run_dir):
-        result.write(run_dir)
+        result.write(absolute)
     echo(
         f"suggested learning rate {result.suggestion:.2g} (the loss falls fastest); lowest loss at {result.highest:.2g}"
     )

@@ -22,6 +22,7 @@ from hpsearch.search.spec.kinds import RegisteredOptions
 from hpsearch.search.spec.resolve import parse_options
 from hpsearch.search.spec.spec_file import read_spec_file
 from hpsearch.search.worker.options import (
+    MAX_LOCAL_WORKERS,
     PER_WORKER_OPTIONS,
     FleetWorkerOptions,
     WorkerOptions,
@@ -91,7 +92,9 @@ Enqueue = Annotated[
 
 def workers_option(help_suffix: str) -> Any:
     """Return the typer option `--workers`."""
-    return typer.Option("--workers", min=0, max=512, help=f"Number of worker processes on this machine{help_suffix}")
+    return typer.Option(
+        "--workers", min=0, max=MAX_LOCAL_WORKERS, help=f"Number of worker processes on this machine{help_suffix}"
+    )
 
 
 def trial_option(help_suffix: str) -> Any:

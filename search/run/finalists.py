@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 from rich.console import Console
@@ -163,11 +162,17 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """
+
+    def make_finalists() -> tuple[StoredStudy, bool]:
+        if workers:  # else a rejected objective would leave a set without results
+            study.check_restored()
+            study.objective()
+        return create_or_join(study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
+
     console = PlainConsole(outlives_pipe=True)
-    make = partial(create_or_join, study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
     with show_steps(console) as show_step:
         show_step("choosing the finalists")
-        companion = open_companion_study(services, study, options, make)
+        companion = open_companion_study(services, study, options, make_finalists)
     chosen, created = companion.study, companion.is_new
     _print_finalists(console, study, chosen, created=created)
     if (effective := read_finalists(study)) is not None and effective.study != chosen.spec.name:

@@ -70,7 +70,7 @@ class Attempt:
         """Run the trial; return how it ended, or None if it has not ended and another attempt will continue it.
 
         Raises:
-            CheckpointStoreError: the checkpoint store is unavailable, or the objective cannot write, because the disk is
+            CheckpointStoreError: the checkpoint store is unavailable, or the objective cannot write because the disk is
                 full. The trial was released.
             RankLostError: a rank ended or does not answer. Other workers can claim the trial.
             Exception: the database is unavailable; the exception is one of `SERVICE_ERRORS`.

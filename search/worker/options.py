@@ -14,6 +14,7 @@ from hpsearch.storage.trials import LEASE
 from hpsearch.storage.urls import Addresses
 
 MAX_DEVICES = 1024
+MAX_LOCAL_WORKERS = 512  # on one machine
 MAX_TIMEOUT_SECONDS = 365 * 86_400  # much longer timeouts overflow in torch
 DEFAULT_GRACE_SECONDS = 30.0  # the default of Kubernetes, and of Slurm after a time limit
 

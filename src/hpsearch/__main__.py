@@ -7,9 +7,14 @@ import fcntl
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
+_MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
 
 
 def main() -> None:
@@ -17,6 +22,7 @@ def main() -> None:
     open_standard_streams()
     os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
+    interrupt = make_interrupt_handler()
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
@@ -28,7 +34,7 @@ def main() -> None:
         from hpsearch.search.cli import main as run
 
         if is_handled:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, interrupt)
         run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
@@ -39,10 +45,39 @@ def main() -> None:
         os._exit(1)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would raise in exit hooks of libraries
+        if signal.getsignal(signal.SIGINT) is interrupt:  # it would raise in exit hooks of libraries
             signal.signal(signal.SIGINT, lambda *_: os._exit(code))
         prepare_exit(code)
         raise
+
+
+def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
+    """Return a handler of SIGINT that raises KeyboardInterrupt, in an import only after the import has ended.
+
+    The C code of torch catches all exceptions while it imports numpy, which would leave half of numpy.
+    """
+    until: float | None = None
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal until
+        until = until or time.monotonic() + _MAX_IMPORT_SECONDS
+        if _is_importing(frame) and time.monotonic() < until:
+            again = threading.Timer(0.05, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        until = None
+        raise KeyboardInterrupt
+
+    return interrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def open_standard_streams() -> None:

@@ -65,6 +65,11 @@ def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(object
         ("float", ("a\0", 1e-4, 1e-2), r"^parameter 'a\\x00' has the name 'a\\x00', which contains a null character"),
         ("float", ("a", math.nan, 1.0), r"^parameter 'a' has the bound nan; give a finite number$"),
         ("int", ("a", 1, math.inf), r"^parameter 'a' has the bound inf; give a finite number$"),
+        (
+            "categorical",
+            ("a", [(64, 64), (128,)]),
+            r"^parameter 'a' has the choice \(64, 64\), which is of type tuple, ",
+        ),
         ("categorical", ("a", ["b", "\udcff"]), r"^parameter 'a' has the choice '\\udcff', which .* not valid UTF-8"),
     ],
 )

@@ -210,7 +210,7 @@ class Splits:
         """
         labels = {name: part.y for name, part in self.parts() if isinstance(part.y, Tensor)}
         counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
-        if (kinds := len(counted["train"].unique())) < 2:
+        if (kinds := len(torch.unique(counted["train"]))) < 2:
             found = f"all train labels are {int(counted['train'][0])}" if kinds else "no train sample has a class"
             raise ObjectiveError(f"{found}, so there is nothing to learn; check the labels and the splits")
         classes = int(counted["train"].max()) + 1

@@ -167,7 +167,9 @@ def _save(figure: Any, path: Path) -> Path:
 
 def _draw_panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
     for split, colour in (("train", _GREY), ("val", _BLUE)):
-        points = _drawable((r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics)
+        points = _drawable(
+            (r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics
+        )
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
             _write_name(axes, 0 if split == "train" else 1, "train" if split == "train" else "validation", colour)

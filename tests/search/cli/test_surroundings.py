@@ -44,7 +44,7 @@ def test_a_full_output_ends_a_command_with_one_line(
     ],
     ids=["train", "init"],
 )
-def test_a_full_disk_ends_a_command_with_one_line(
+def test_a_full_disk_ends_a_command_without_a_traceback(
     monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,9 @@ def test_a_full_disk_ends_a_command_with_one_line(
     with full_disk(), pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code in {1, 2}
-    assert capsys.readouterr().err == message
+    said = capsys.readouterr().err
+    assert said.splitlines(keepends=True)[-1] == message
+    assert all(line.startswith("hpsearch: ") for line in said.splitlines())
     assert not (tmp_path / "new.py").exists()
 
 
@@ -108,6 +110,21 @@ main()
 def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
     command = [sys.executable, "-c", _INTERRUPTED, "SIGINT"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
+
+
+def test_ctrl_c_within_an_import_takes_effect_after_it() -> None:
+    """The C code of torch catches all exceptions while it imports numpy."""
+    code = _INTERRUPTED.replace("hpsearch.search.cli", "torch").replace(
+        "os.kill(os.getpid(), signal.Signals[sys.argv[1]])",
+        """
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                sum(range(1000))
+            except KeyboardInterrupt:
+                print("caught", flush=True)""",
+    )
+    done = subprocess.run([sys.executable, "-c", code, "smoke", "digits"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hpsearch.search.cli import run_command
+from tests.factories import LOOP_OBJECTIVE
 from tests.faults.harness import Zygote
 
 SMALL = ["--set", "model.kind=mlp", "--set", "model.width=16", "--epochs", "3"]
@@ -39,6 +40,16 @@ def test_a_run_is_trained_with_the_given_settings(capsys, tmp_path: Path) -> Non
     assert (config["lr"], config["ema_decay"]) == (0.001, None)
     assert config["model"] == {"kind": "mlp", "layers": 2, "width": 16, "dropout": 0.3}
     assert not (tmp_path / "home").exists(), "no service was started"
+
+
+def test_an_objective_that_changes_the_working_folder_has_its_files_in_the_run_dir(capsys, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "loop.py").write_text(
+        LOOP_OBJECTIVE.replace("for _ in", 'import os; os.chdir("other")\n        for _ in')
+    )
+    code, out, _ = call(capsys, "train", "loop.py", "--run-dir", "a")
+    assert (code, out.splitlines()[-1]) == (0, "best score 1 at epoch 1; report: a/report.md")
+    assert (tmp_path / "a" / "report.md").exists()
 
 
 def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:
@@ -285,4 +296,5 @@ def test_warnings_of_a_run_are_printed(capsys) -> None:
     assert "epoch   1" in out
     lines = err.splitlines()
     assert "last.pt is truncated or changed" in lines[0]
-    assert "no valid checkpoint in a; the run starts from the beginning" in lines[-1]
+    assert "no valid checkpoint in " in lines[-1]
+    assert lines[-1].endswith("/a; the run starts from the beginning")

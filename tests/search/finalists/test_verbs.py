@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_parent_study
+from hpsearch.storage.attributes import RESTORED
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
@@ -32,6 +36,13 @@ def test_other_commands_work_with_finalists(study: StoredStudy, say: Say) -> Non
     shown = say("show", "s")
     assert "winner: trial 3, val accuracy 0.8300 on 2 new seeds" in shown
     assert "in the search, trial 1 was tied with trial 3: the same value\n" in shown
+
+
+def test_finalists_of_an_untrusted_study_are_not_created(storage: PostgresStorage, say: Say, tmp_path: Path) -> None:
+    study = search(storage, "s", [finished(0, 0.5)], tensorboard=str(tmp_path))
+    study.set_attr(RESTORED, True)
+    assert "hpsearch trust s" in say("finalists", "s", "--tracking-uri", "http://127.0.0.1:1", code=2)
+    assert len(study.storage.get_all_studies()) == 1
 
 
 def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -> None:
