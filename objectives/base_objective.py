@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.search_space import TrialProtocol
 
 
-def _source_digest(cls: type) -> str:
+def _compute_source_digest(cls: type) -> str:
     try:
         source = inspect.getsource(inspect.getmodule(cls) or cls)
     except (TypeError, OSError):  # a class that was defined in a console has no source
@@ -124,7 +124,7 @@ class BaseObjective(ABC):
         """
         from filelock import FileLock
 
-        folder = open_private_folder("prepared") / f"{self.name}-{_source_digest(type(self))}"
+        folder = open_private_folder("prepared") / f"{self.name}-{_compute_source_digest(type(self))}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 unfinished = folder.with_name(f"{folder.name}.unfinished")

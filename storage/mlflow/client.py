@@ -23,7 +23,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.consumer import RunRejectedError
 from hpsearch.storage.mlflow.credentials import check_credentials
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
-from hpsearch.storage.mlflow.locations import restrict_locations_of
+from hpsearch.storage.mlflow.locations import restrict_artifact_locations
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, NOTE, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.web.token import AUTH_NAME
@@ -107,7 +107,7 @@ class Tracking:
 
         _check_settings()
         logging.getLogger("mlflow").setLevel(logging.ERROR)
-        restrict_locations_of(uri)
+        restrict_artifact_locations(uri)
         mlflow.set_tracking_uri(uri)
         self.uri = uri.rstrip("/")
         self._ui_url = (ui_url or uri).rstrip("/")

@@ -36,7 +36,7 @@ def is_configured(uri: str) -> bool:
     return _normalize(uri) in _configured
 
 
-def is_trusted(uri: str) -> bool:
+def is_trusted_uri(uri: str) -> bool:
     """Return whether a tracking server may name folders of this machine: the user's own, not the embedded one."""
     return is_configured(uri) and not is_embedded(uri)
 

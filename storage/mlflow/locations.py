@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.credentials import find_credentials, is_trusted
+from hpsearch.storage.mlflow.credentials import find_credentials, is_trusted_uri
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
@@ -61,7 +61,7 @@ def check_removable(location: str, uri: str) -> None:
     except ValueError:  # an invalid host
         parts = urlsplit("")
     is_allowed = parts.scheme in _REMOTE or (parts.scheme in _PROXIED and _is_at_server(parts, uri))
-    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_trusted(uri):
+    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_trusted_uri(uri):
         is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
     if not is_allowed or ".." in location.split("/"):
         raise LocationRejectedError(
@@ -86,7 +86,7 @@ def check_location(location: str, uri: str) -> None:
         LocationRejectedError: the server is not trusted, and the location is local or on another server; or the
             location is proxied by another server, and this process has credentials.
     """
-    if not is_trusted(uri):
+    if not is_trusted_uri(uri):
         check_removable(location, uri)
         return
     parts = urlsplit(location)
@@ -97,7 +97,7 @@ def check_location(location: str, uri: str) -> None:
         )
 
 
-def restrict_locations_of(uri: str) -> None:
+def restrict_artifact_locations(uri: str) -> None:
     """Let MLflow's client of a tracking server check the locations of runs and models; see `check_location`."""
     from mlflow.store.artifact import artifact_repository_registry as registry
 

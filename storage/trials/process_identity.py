@@ -28,25 +28,29 @@ def get_process_name() -> str:
     return make_process_name(os.getpid())
 
 
+@functools.cache
 def get_machine_prefix() -> str:
     """Return the common prefix of the names of all processes that this process can check."""
-    return _machine()
+    if platform.system() == "Linux":
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return "/".join([boot, *(str(_find_namespace(name)) for name in ("pid", "time"))])
+    return f"{platform.node()}/{psutil.boot_time():.0f}"
 
 
 def make_process_name(pid: int) -> str:
     """Return the name of a process of this machine, given its process id in this namespace."""
-    return f"{_machine()}/{pid}/{_start(pid)}"
+    return f"{get_machine_prefix()}/{pid}/{_get_start(pid)}"
 
 
 def has_ended(process: str) -> bool:
     """Return whether a process, given by its name, has ended; False if this process cannot check it."""
-    if not process.startswith(f"{_machine()}/") or not _sees_itself():
+    if not process.startswith(f"{get_machine_prefix()}/") or not _is_in_own_proc():
         return False
     # Workers write their names to the database themselves, so a name may be invalid.
-    found = re.fullmatch("([0-9]{1,9})/(.+)", process.removeprefix(f"{_machine()}/"))
+    found = re.fullmatch("([0-9]{1,9})/(.+)", process.removeprefix(f"{get_machine_prefix()}/"))
     if found is None or found[2] == _UNKNOWN:
         return False
-    pid, now = int(found[1]), _start(int(found[1]))
+    pid, now = int(found[1]), _get_start(int(found[1]))
     return now != found[2] and not (now == "" and _is_hidden(pid))
 
 
@@ -59,15 +63,7 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
-@functools.cache
-def _machine() -> str:
-    if platform.system() == "Linux":
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return "/".join([boot, *(str(_namespace(name)) for name in ("pid", "time"))])
-    return f"{platform.node()}/{psutil.boot_time():.0f}"
-
-
-def _namespace(name: str) -> Path | None:
+def _find_namespace(name: str) -> Path | None:
     try:
         return (_PROC / "self/ns" / name).readlink()
     except OSError:  # an old kernel, or a sandbox
@@ -75,7 +71,7 @@ def _namespace(name: str) -> Path | None:
 
 
 @functools.cache
-def _sees_itself() -> bool:
+def _is_in_own_proc() -> bool:
     """Return whether /proc shows the processes of the pid namespace of this process."""
     if platform.system() != "Linux":
         return True
@@ -85,9 +81,9 @@ def _sees_itself() -> bool:
         return False
 
 
-def _start(pid: int) -> str:
+def _get_start(pid: int) -> str:
     """Return the start time of a process as text; an empty text if the process has ended or is a zombie."""
-    if not _sees_itself():
+    if not _is_in_own_proc():
         return _UNKNOWN
     try:
         if platform.system() == "Linux":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.storage.trials.process_identity import _start, get_machine_prefix, get_process_name, has_ended
+from hpsearch.storage.trials.process_identity import _get_start, get_machine_prefix, get_process_name, has_ended
 
 _PROGRAM = """
 import sys
@@ -61,16 +61,18 @@ def test_a_program_name_may_have_spaces_and_parentheses(tmp_path: Path) -> None:
     child = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     pid = int(child.stdout.readline())
-    assert abs(int(_start(pid)) - int(_start(os.getpid()))) < 100 * 3600 * 24, "ticks, a hundredth of a second each"
+    assert abs(int(_get_start(pid)) - int(_get_start(os.getpid()))) < 100 * 3600 * 24, (
+        "ticks, a hundredth of a second each"
+    )
     child.communicate("\n")
-    assert not _start(pid)
+    assert not _get_start(pid)
 
 
 _HIDDEN = """
 import os, sys
 from pathlib import Path
 from hpsearch.storage.trials import process_identity
-machine, _ = process_identity._machine(), process_identity._sees_itself()
+machine, _ = process_identity.get_machine_prefix(), process_identity._is_in_own_proc()
 process_identity._PROC = Path("/nonexistent")  # as the option hidepid shows it
 if not os.getuid():
     os.setuid(65534)
