@@ -14,7 +14,9 @@ from hpsearch.search.api.opening import sync_mlflow_promotions
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report import write_report
 from hpsearch.search.services import Services
-from hpsearch.search.study.study import StoredStudy, find_tracking_uri, get_report_path, open_study_tracking
+from hpsearch.search.study.folders import get_report_path
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.study_tracking import find_tracking_uri, open_study_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import close_study, log_report
 from hpsearch.storage.mlflow.client import RunDeletedError

@@ -8,7 +8,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import Candidate, choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.evidence_update import refresh_evidence
 from hpsearch.search.services import Services
-from hpsearch.search.study.study import StoredStudy, open_study_tracking
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.study_tracking import open_study_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.storage.mlflow.client import Tracking

@@ -15,13 +15,8 @@ from hpsearch.search.promotion.registry_watch import sync_promotions
 from hpsearch.search.report import update_report
 from hpsearch.search.services import Services, find_services, resolve_addresses
 from hpsearch.search.spec.spec import parse_stored_spec
-from hpsearch.search.study.study import (
-    StoredStudy,
-    find_tracking_uri,
-    load_parent_study,
-    load_study,
-    open_study_tracking,
-)
+from hpsearch.search.study.study import StoredStudy, load_parent_study, load_study
+from hpsearch.search.study.study_tracking import find_tracking_uri, open_study_tracking
 from hpsearch.search.tracking.study_run import log_report
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED, DamagedValue
 from hpsearch.storage.errors import StorageError

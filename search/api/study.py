@@ -650,7 +650,7 @@ class Study:
         """Promote a trial; with `refit`, promote the selected run of the existing refit."""
         from hpsearch.search.api.opening import publish_change
         from hpsearch.search.promotion.promote import promote
-        from hpsearch.search.study.study import open_study_tracking
+        from hpsearch.search.study.study_tracking import open_study_tracking
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.study_run import write_note
 
@@ -713,7 +713,7 @@ class Study:
     def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
         """Return the removable files for `gc`, and an error text for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
-        from hpsearch.search.study.study import open_study_tracking
+        from hpsearch.search.study.study_tracking import open_study_tracking
         from hpsearch.storage.attributes import RUN_ID
 
         stored = self._stored

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import typer
 
 from hpsearch.former_names import CURRENT_NAMES
-from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer
+from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer, train
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.errors import suggest_names
@@ -31,7 +31,16 @@ from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 from hpsearch.storage.errors import FULL_DISK_ERRORS
 
-COMMANDS = (run, monitor, steer, confirm, objective, services, serve)  # their imports register the commands on the app
+COMMANDS = (
+    run,
+    monitor,
+    steer,
+    confirm,
+    objective,
+    train,
+    services,
+    serve,
+)  # their imports register the commands on the app
 
 
 def main(arguments: list[str] | None = None) -> None:

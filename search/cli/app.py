@@ -153,7 +153,7 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 def echo_report(study: Study) -> None:
     """Print the path of the report, which a command has written again."""
-    from hpsearch.search.study.study import get_report_path
+    from hpsearch.search.study.folders import get_report_path
 
     echo(f"report: {get_report_path(study._services, study._stored)}")
 

@@ -51,9 +51,10 @@ from hpsearch.search.report.trials import (
 )
 from hpsearch.search.services import Services
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
+from hpsearch.search.study.folders import get_report_path
 from hpsearch.search.study.promotions import list_promotions
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.study import StoredStudy, get_report_path
+from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link

@@ -29,7 +29,8 @@ from hpsearch.search.run.fleet import (
 )
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import store_checkpoint_url
-from hpsearch.search.study.study import StoredStudy, resolve_tracking
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.tracking.tracker import check_trackers

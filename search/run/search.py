@@ -31,7 +31,8 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import start_timeout
 from hpsearch.search.study.enqueue import find_stopped_warning
 from hpsearch.search.study.preflight import run_random_smoke_test, smoke_test
-from hpsearch.search.study.study import StoredStudy, require_measurable, resolve_tracking
+from hpsearch.search.study.study import StoredStudy, require_measurable
+from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions

@@ -12,13 +12,9 @@ from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import (
-    StoredStudy,
-    get_outbox_folder,
-    get_tracking_uri,
-    load_study,
-    open_study_tracking,
-)
+from hpsearch.search.study.folders import get_outbox_folder
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study_tracking import get_tracking_uri, open_study_tracking
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers

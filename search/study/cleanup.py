@@ -19,14 +19,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_removable_checkpoints
 from hpsearch.search.study.control import count_running
-from hpsearch.search.study.study import (
-    StoredStudy,
-    get_outbox_folder,
-    get_report_path,
-    get_runs_folder,
-    list_finalist_trials,
-    load_study,
-)
+from hpsearch.search.study.folders import get_outbox_folder, get_report_path, get_runs_folder
+from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock

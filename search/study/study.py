@@ -1,14 +1,12 @@
-"""A stored study: its spec, trials, budget and run directories, and its tracking server."""
+"""A stored study: its spec, trials and budget."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -19,7 +17,6 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
-from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.study.trust import Code, check_source, record_trust
@@ -30,15 +27,11 @@ from hpsearch.storage.attributes import (
     SOURCE_SHA256,
     SPEC,
     STARTED_AT,
-    TRACKING_URI,
     VERSION,
 )
 from hpsearch.storage.errors import DamagedStudyError
-from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
-from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 
@@ -322,81 +315,6 @@ def load_parent_study(chosen: StoredStudy) -> StoredStudy:
 
 
 # Files that the next attempt continues. The checkpoint is not among them, because the database selects it.
-_CONTINUED_FILES = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
-
-
-def open_attempt_dir(runs: Path, claim: Claim) -> Path:
-    """Create the run directory of an attempt, with a copy of the logs of the previous attempt on this machine."""
-    folder = runs / f"{claim.number:04d}-{claim.attempt}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for earlier in range(claim.attempt - 1, 0, -1):
-        if (before := runs / f"{claim.number:04d}-{earlier}").is_dir():
-            for name in _CONTINUED_FILES:
-                if (before / name).exists():
-                    shutil.copy2(before / name, folder / name)
-            break
-    return folder
-
-
-def remove_earlier_attempts(runs: Path, claim: Claim) -> None:
-    """Remove the run directories of earlier attempts of an ended trial."""
-    for earlier in range(1, claim.attempt):
-        shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
-
-
-def get_runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
-    """Return the folder of a study's run directories on this machine."""
-    return runs_dir / study.folder
-
-
-def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
-    """Return the folder with a study's journals of unsent records (the outbox) on this machine."""
-    return home / "outbox" / study.folder
-
-
-def get_report_path(services: Services, study: StoredStudy) -> Path:
-    """Return the default path of a study's report."""
-    return services.home / "reports" / f"{study.spec.name}.html"
-
-
-def find_tracking_uri(services: Services, study: StoredStudy) -> str | None:
-    """Return the URI of the study's tracking server; None if the URI is not known yet."""
-    return services.tracking_uri or study.attrs.get(TRACKING_URI)
-
-
-def get_tracking_uri(services: Services, study: StoredStudy) -> str:
-    """Return the URI of the study's tracking server.
-
-    Raises:
-        SearchError: the URI is unknown.
-    """
-    if (uri := find_tracking_uri(services, study)) is None:
-        raise SearchError(f"study {study.spec.name!r} has no tracking server; give --tracking-uri")
-    return uri
-
-
-def open_study_tracking(services: Services, study: StoredStudy) -> Tracking:
-    """Return a client of the study's tracking server, after a health check.
-
-    Raises:
-        SearchError: the URI is unknown.
-        StorageError: the server does not answer.
-    """
-    uri = get_tracking_uri(services, study)
-    check_server(uri)
-    return services.open_tracking(uri)
-
-
-def resolve_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
-    """Return the services with the study's tracking server; `tracking_error` is set if the server does not answer.
-
-    Raises:
-        SearchError: the URI is unknown.
-        StorageError: the URI is invalid, or the server is `required` and does not answer.
-    """
-    uri = get_tracking_uri(services, study)
-    return replace(services, tracking_uri=uri, tracking_error=probe_tracking(uri, required=required))
 
 
 def check_release(study: StoredStudy) -> None:

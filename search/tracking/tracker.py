@@ -14,7 +14,8 @@ from hpsearch.kill_points import kill_point
 from hpsearch.search.console import pluralize
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.study import StoredStudy, get_outbox_folder, load_parent_study
+from hpsearch.search.study.folders import get_outbox_folder
+from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.tracking.system_metrics import SystemMetrics
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import check_lock_held, study_lock

@@ -23,7 +23,7 @@ from hpsearch.search.process import end_if_forked
 from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
 from hpsearch.search.study.device_summary import summarize_throughput
-from hpsearch.search.study.study import open_attempt_dir, remove_earlier_attempts
+from hpsearch.search.study.folders import open_attempt_dir, remove_earlier_attempts
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks

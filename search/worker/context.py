@@ -17,14 +17,9 @@ from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import find_checkpoint_warning, open_checkpoints
-from hpsearch.search.study.study import (
-    check_release,
-    get_runs_folder,
-    load_study,
-    require_measurable,
-    require_one_device,
-    resolve_tracking,
-)
+from hpsearch.search.study.folders import get_runs_folder
+from hpsearch.search.study.study import check_release, load_study, require_measurable, require_one_device
+from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.identity import worker_identity, worker_name

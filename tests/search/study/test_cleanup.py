@@ -13,7 +13,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evaluate_test import choose_candidate, evaluate_on_test_set
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
-from hpsearch.search.study.study import get_runs_folder, load_study
+from hpsearch.search.study.folders import get_runs_folder
+from hpsearch.search.study.study import load_study
 from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError

@@ -14,7 +14,8 @@ from hpsearch.search.run.sync import sync_study
 from hpsearch.search.services import Services
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.study import StoredStudy, get_outbox_folder, load_study
+from hpsearch.search.study.folders import get_outbox_folder
+from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.storage.attributes import TRACKING
