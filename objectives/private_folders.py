@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from hpsearch.objectives.errors import ObjectiveError
 
 _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable; importing torch's compiler sets it
+_PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"  # torch reads it when its compiler is imported
 
 
 def open_private_folder(name: str) -> Path:
@@ -47,11 +49,15 @@ def use_private_compiler_cache() -> None:
     """Let torch cache compiled code in a private folder, unless the user has chosen a folder.
 
     Torch's default is a folder with a predictable name in the temporary folder. Another user can create it first, and
-    torch executes the code in it.
+    torch executes the code in it. Torch keeps precompiled headers there even if another folder is chosen, so they are
+    turned off.
 
     Raises:
         ObjectiveError: the private folder belongs to another user.
     """
+    os.environ[_PRECOMPILE_HEADERS] = "0"
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
+        config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
     default = str(Path(tempfile.gettempdir()) / "torchinductor_")
     if not os.environ.get(_COMPILER_CACHE, default).startswith(default):
         return
@@ -61,3 +67,4 @@ def use_private_compiler_cache() -> None:
         folder = Path(tempfile.mkdtemp(prefix="hpsearch-compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[_COMPILER_CACHE] = str(folder)
+    os.environ.setdefault("QUACK_CACHE_DIR", str(folder / "quack"))  # kernels of torch for GPUs

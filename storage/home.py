@@ -13,7 +13,7 @@ HOME_VARIABLE = "HPSEARCH_HOME"
 STATE_FILE = "stack.json"  # in the home folder, written by storage.embedded
 # The folders of a home, except that of Postgres. A private folder also protects its files, whose modes depend on the
 # umask. A umask for the whole process would also change the files of the user's code, and those on shared volumes.
-FOLDERS = ("artifacts", "checkpoints", "logs", "outbox", "prepared", "reports", "runs", "wandb")
+FOLDERS = ("artifacts", "checkpoints", "logs", "outbox", "prepared", "reports", "runs", "tmp", "wandb")
 _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 
 

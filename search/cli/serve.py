@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import Annotated
@@ -59,6 +60,7 @@ def mlflow(
     Clients need HPSEARCH_WEB_TOKEN of this process: programs in MLFLOW_TRACKING_TOKEN, browsers once in the link
     http://HOST:PORT/?token=TOKEN.
     """
+    from hpsearch.objectives.private_folders import open_private_folder
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
     from hpsearch.storage.embedded.services import make_mlflow_command, require_server_packages
@@ -76,6 +78,8 @@ def mlflow(
     hosts = allowed_hosts.split(",") if allowed_hosts else None
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
     environment |= {variable: url, TOKEN_VARIABLE: token or ""}
+    with contextlib.suppress(OSError):  # MLflow opens lock files with predictable names in this folder
+        environment["TMPDIR"] = str(open_private_folder("tmp"))
     os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 becomes the service
 
 

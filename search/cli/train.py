@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import tempfile
 import time
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import RunResult
 
 
+_RUNS = Path("runs")  # the default folder of run directories, in the working folder
+
+
 def _make_run_dir(folder: Path, *names: str) -> None:
     """Create the folder of a run before the training, whose result would be lost otherwise.
 
@@ -37,6 +41,10 @@ def _make_run_dir(folder: Path, *names: str) -> None:
                     f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
                 )
         folder.mkdir(parents=True, exist_ok=True)
+        parts = (folder,) if folder.parent != _RUNS else (_RUNS, folder)
+        for part in parts:  # its owner could replace files by links
+            if (owner := part.stat().st_uid) not in {0, os.geteuid()}:
+                raise SearchError(f"{str(part)!r} belongs to uid {owner}; give a folder of your own with --run-dir")
         tempfile.TemporaryFile(dir=folder).close()
 
 
@@ -113,7 +121,7 @@ def train(
     resolve_device(device)
     if profile or tensorboard:
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
-    folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = run_dir or _RUNS / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _make_run_dir(folder)
     absolute = folder.absolute()  # the objective may change the working folder
     session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)

@@ -184,6 +184,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             shutdown_timeout=_RANK_SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
+        tempfile.tempdir = str(folder)  # the launcher unpickles the errors of ranks from files with predictable names
         try:
             codes = elastic_launch(config, _run_rank)(make_parent_death_hook(), name, options, place.file)
         except (ChildFailedError, RendezvousConnectionError) as error:
@@ -197,6 +198,8 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
                 why = f"rank {rank} of {options.world_size} {how}"
             sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE
+        finally:
+            tempfile.tempdir = None
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
 
 
@@ -286,6 +289,7 @@ def _peek_exit_code(rank: BaseProcess) -> int | None:
 def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
     """Run one rank and return its exit code. The exit code of rank 0 is that of the worker."""
     bind()
+    tempfile.tempdir = None  # for forked ranks: the launcher's folder is removed before they have ended
     from hpsearch.objectives.training.ranks import RankLostError
 
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 import yaml
 
+from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.exported_program import find_unsafe_part
 from hpsearch.storage.files import compute_folder_sha256
@@ -73,6 +74,7 @@ def download_verified(
         SearchError: the files differ from the recorded digest.
         StorageError: MLflow is unavailable or rejects the request.
     """
+    use_private_compiler_cache()  # torch's compiler is imported with exported models
     with mlflow_request(f"download model {model_id}"):
         files = download_model(model_id, folder, tracking_uri=tracking.uri)
     found = compute_folder_sha256(files)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from hpsearch.storage.database import roles
-from hpsearch.storage.database.connect import is_database_healthy
+from hpsearch.storage.database.connect import is_database_healthy, open_cursor
 from hpsearch.storage.database.mlflow_links import replace_address
 from hpsearch.storage.database.schema import CURRENT_SCHEMA_QUERY
 from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
@@ -44,6 +44,9 @@ def require_server_packages(names: Sequence[str] = ("mlflow", "waitress")) -> No
             ) from None
 
 
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
 def make_mlflow_command(
     *, host: str, port: int, artifacts: str, allowed_hosts: Sequence[str] | None
 ) -> tuple[list[str], dict[str, str]]:
@@ -56,9 +59,11 @@ def make_mlflow_command(
         host: address to listen on.
         port: port to listen on.
         artifacts: folder or URL of the artifacts; clients access them through the server.
-        allowed_hosts: accepted values of the Host header, with port ("mlflow:5000"); None for MLflow's default, which
-            accepts this machine and private addresses.
+        allowed_hosts: accepted values of the Host header, with port ("mlflow:5000"). None accepts only this machine if
+            `host` is a loopback address, and otherwise MLflow's default, which also accepts private addresses.
     """
+    if allowed_hosts is None and host in _LOOPBACK_HOSTS:  # a web page can have a host name that begins with 10.
+        allowed_hosts = [f"{name}{port}" for name in ("localhost", "127.0.0.1", "[[]::1[]]") for port in ("", ":*")]
     command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--artifacts-destination", artifacts, "--app-name", "hpsearch"]  # storage/mlflow/server.py
     # One log line per request would be gigabytes in a long search.
@@ -247,6 +252,9 @@ class EmbeddedStack:
             mlflow_password=self.state.mlflow_password,
             setting="the embedded Postgres",
         )
+        with open_cursor(server.make_url(port), application_name="hpsearch-bootstrap") as cursor:
+            # A worker could fill the disk there, and its session would block the creation of databases.
+            cursor.execute("REVOKE CONNECT, TEMPORARY ON DATABASE postgres, template1 FROM PUBLIC")
         return port
 
     def _check_data_folder(self) -> None:
@@ -291,7 +299,8 @@ class EmbeddedStack:
         command, env = make_mlflow_command(host=LOOPBACK, port=port, artifacts="artifacts", allowed_hosts=None)
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
-        return command, env | {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}
+        env |= {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}
+        return command, env | {"TMPDIR": str(self.home / "tmp")}  # MLflow opens lock files with predictable names there
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         command = [*self._dashboard, "--host", LOOPBACK, "--port", str(port)]

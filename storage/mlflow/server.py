@@ -24,8 +24,8 @@ _DESTINATION = "_MLFLOW_SERVER_ARTIFACT_DESTINATION"
 _PROXY = "/mlflow-artifacts/"
 # Features that run programs on the server or send requests to addresses that the client chooses.
 _DISABLED = re.compile(
-    r"/+(gateway|(ajax-)?api/+\d\.\d/+(jobs|mlflow/+(assistant|demo|gateway|gateway-proxy|genai|issues|mcp-servers"
-    r"|prompt-optimization|scorers?|webhooks)))(/|$)"
+    r"/+(gateway|(ajax-)?api/+\d\.\d/+(jobs|mlflow/+(assistant|demo|gateway|gateway-proxy|genai|issues|jobs|mcp-servers"
+    r"|prompt-optimization|scorers?|webhooks|workspaces)))(/|$)"
 )
 _REFERENCES = ("mlflow-artifacts", "models", "runs")  # schemes of locations below that of the server
 _DISABLED_TEXT = b"hpsearch disables this feature of MLflow.\n"

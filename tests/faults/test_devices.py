@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import tempfile
+from pathlib import Path
 
 import optuna
 import psutil
@@ -358,3 +360,31 @@ def test_a_killed_custom_loop_on_two_devices_resumes(arena: Arena, title: str) -
         assert list(trial.values) == [0, 1, 2]
         assert trial.values == pytest.approx(undisturbed_one.values, abs=1e-6)
     assert_no_process_left(arena)
+
+
+_AUDITED = """
+import sys
+from pathlib import Path
+known = Path(sys.argv[1])
+def note(event, arguments):
+    if event == "tempfile.mkstemp" and "errorfile" in str(arguments[0]):
+        with known.open("a") as file:
+            print(arguments[0], file=file)
+sys.addaudithook(note)
+from hpsearch.__main__ import main
+del sys.argv[1]
+main()
+"""
+
+
+def test_the_launcher_of_ranks_unpickles_only_files_in_a_private_folder(arena: Arena) -> None:
+    """Torch deletes the files at the start and reads them if a rank fails: another user could create them."""
+    arena.create(1, [])
+    known = arena.folder / "error-files"
+    arguments = ("worker", "--study", arena.name, "--devices", "2")
+    worker = arena.zygote.python(_AUDITED, known, *arguments, **arena.environment())
+    said, _ = worker.communicate()
+    assert worker.returncode == 0, said
+    folders = {Path(line).parent for line in known.read_text().splitlines()}
+    assert len(folders) == 1
+    assert folders != {Path(tempfile.gettempdir())}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -56,6 +58,29 @@ def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(
     monkeypatch.setenv(VARIABLE, "/chosen")
     use_private_compiler_cache()
     assert os.environ[VARIABLE] == "/chosen"
+
+
+_COMPILE = """
+import os, sys
+if sys.argv[1] == "preloaded":  # as in workers
+    import torch._inductor
+from hpsearch.objectives.private_folders import use_private_compiler_cache
+use_private_compiler_cache()
+import torch
+torch.compile(lambda x: (x * 2).sin() + 1)(torch.ones(4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["preloaded", "first"])
+def test_compiled_code_is_only_in_the_private_folder(home: Path, tmp_path: Path, order: str) -> None:
+    """Torch would compile a header of another user in /tmp/torchinductor_USER into each kernel."""
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    environment.pop(VARIABLE, None)
+    subprocess.run([sys.executable, "-c", _COMPILE, order], env=environment, check=True)
+    assert list((home / "compiled").rglob("*.so"))
+    assert not list((tmp_path / "tmp").glob("torchinductor_*/*"))
 
 
 def test_without_a_writable_home_the_compiler_has_a_new_private_cache(

@@ -1,6 +1,8 @@
 """The wrapper ./hpsearch installs only packages with the hashes of the constraints files."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,15 @@ def test_no_package_is_built_before_its_hash_is_compared(clone: Clone, tmp_path:
     make_source(folder, "evil", f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
     assert clone.run("x").returncode in (1, 2)
     assert not (tmp_path / "ran").exists()
+
+
+def test_uv_reads_no_settings_of_folders_above(clone: Clone, tmp_path: Path) -> None:
+    """Another user can write them, and so choose the index or the cache of packages."""
+    shutil.copy(REPOSITORY / "pyproject.toml", clone.root)
+    (tmp_path / "uv.toml").write_text("invalid")
+    command = [tmp_path / "tools" / "uv", "pip", "list", "--python", clone.python]
+    done = subprocess.run(command, cwd=clone.root, env=clone.environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "uv.toml" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.soak), "uv"])

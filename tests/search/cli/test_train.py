@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -50,6 +51,15 @@ def test_an_objective_that_changes_the_working_folder_has_its_files_in_the_run_d
     code, out, _ = call(capsys, "train", "loop.py", "--run-dir", "a")
     assert (code, out.splitlines()[-1]) == (0, "best score 1 at epoch 1; report: a/report.md")
     assert (tmp_path / "a" / "report.md").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_default_run_directory_of_another_user_is_rejected(capsys, tmp_path: Path) -> None:
+    """Its owner could replace the files of the run by links."""
+    (tmp_path / "runs").mkdir(mode=0o777)
+    os.chown(tmp_path / "runs", 65534, -1)
+    code, _, err = call(capsys, "train", "digits", *SMALL)
+    assert (code, err) == (2, "hpsearch: 'runs' belongs to uid 65534; give a folder of your own with --run-dir\n")
 
 
 def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:

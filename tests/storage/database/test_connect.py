@@ -151,6 +151,12 @@ def test_the_url_of_the_tracking_server_is_an_error(stack: StackInfo, ssl: str) 
     assert f"the server at {where} is not Postgres" in message
 
 
+@pytest.mark.parametrize("database", ["postgres", "template1"])
+def test_a_worker_cannot_connect_to_other_databases_of_the_embedded_server(stack: StackInfo, database: str) -> None:
+    url = sa.make_url(stack.storage_url).set(database=database)
+    assert f"may not connect to database '{database}'" in _refused(url.render_as_string(hide_password=False))
+
+
 def test_too_many_connections_are_an_error(postgres_server: Any, database: str) -> None:
     postgres_server.execute("CREATE ROLE crowded LOGIN PASSWORD 'crowded' CONNECTION LIMIT 0")
     try:

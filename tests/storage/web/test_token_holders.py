@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import mlflow
+import psutil
 import pytest
 from mlflow.exceptions import MlflowException
 from sqlalchemy import text
@@ -36,6 +38,8 @@ def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
         ("POST", "//ajax-api/3.0//mlflow/gateway/endpoints/create"),
         ("POST", "/gateway/mlflow/v1/chat/completions"),
         ("POST", "/ajax-api/3.0/jobs/"),
+        ("GET", "/ajax-api/3.0/mlflow/jobs/x"),
+        ("GET", "/api/3.0/mlflow/workspaces"),
         ("POST", "/api/2.0/mlflow/webhooks"),
     ],
 )
@@ -44,6 +48,21 @@ def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
 ) -> None:
     """MLflow's assistant runs commands in a shell; other features send requests to any address."""
     assert send_request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
+
+
+@pytest.mark.parametrize(("host", "status"), [("10.evil.example", 403), ("localhost:9", 200), ("[::1]:9", 200)])
+def test_mlflow_of_this_machine_accepts_only_its_names(stack: StackInfo, token: str, host: str, status: int) -> None:
+    """MLflow's default accepts all names that begin like private addresses, to which a web page can be bound."""
+    header = {"Authorization": f"Bearer {token}", "Host": host}
+    path = "/api/2.0/mlflow/experiments/search?max_results=1"
+    assert send_request(stack, "mlflow", "GET", path, **header)[0] == status
+
+
+def test_temporary_files_of_mlflow_are_in_the_home(stack: StackInfo) -> None:
+    """In /tmp, another user could create links with the names of its lock files."""
+    port = urlsplit(stack.tracking_uri).port
+    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    assert psutil.Process(pid).environ()["TMPDIR"] == str(stack.home / "tmp")
 
 
 def test_the_page_of_mlflow_hides_the_disabled_assistant(stack: StackInfo, token: str) -> None:
