@@ -82,12 +82,14 @@ class Splits:
     Attributes:
         train, val, test: the datasets.
         blocks: groups of the validation samples; None if the samples are independent.
+        strata: categories of the validation samples [n] whose proportions the splits keep; None if there are none.
     """
 
     train: Dataset
     val: Dataset
     test: Dataset
     blocks: Blocks | None = None
+    strata: Rows | None = None
 
     @classmethod
     def make(  # noqa: PLR0913 options of the split, by keyword
@@ -162,10 +164,11 @@ class Splits:
                 raise
             if is_given or _are_classes(labels):
                 raise ObjectiveError(f"{error}; use stratify=False to ignore the classes") from error
+            labels = None
             parts = _draw_rows(rows, val, test, None, grouped, seed)
         parts = [np.sort(part) for part in parts]
         blocks = None if grouped is None else Blocks(np.unique(grouped[parts[1]], return_inverse=True)[1])
-        return cls(*_take_splits(data, parts), blocks)
+        return cls(*_take_splits(data, parts), blocks, None if labels is None else labels[parts[1]])
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """Iterate over the names and datasets of the three splits."""

@@ -37,6 +37,7 @@ class ResplitEvaluation:
         sizes: numbers of training, validation and test samples.
         rows: order of the validation samples, with the first half first; None if the samples are not halved.
         blocks: group number of each validation sample [n], in the order of `rows`; None if samples are independent.
+        strata: category of each validation sample [n], in the order of `rows`; None if the split is not stratified.
         cross_fit: evaluation of the halves; None if there are too few samples, or if the samples are a stream.
     """
 
@@ -45,11 +46,14 @@ class ResplitEvaluation:
     sizes: tuple[int, int, int]
     rows: Tensor | None = None
     blocks: Rows | None = None
+    strata: Rows | None = None
     cross_fit: CrossFit | None = None
 
     def estimate_error(self, value: Callable[[Tensor], float]) -> float | None:
         """Return the standard error of the best epoch's value; None if unknown. See `estimate_error`."""
-        return None if self.rows is None else estimate_error(value, len(self.rows), self.blocks, self.seed)
+        if self.rows is None:
+            return None
+        return estimate_error(value, len(self.rows), self.blocks, self.seed, self.strata)
 
     def score(self, best_value: float, error: float | None) -> ResplitScore:
         """Return the best epoch's value without its optimism; with it if the samples cannot be halved."""
@@ -85,6 +89,7 @@ def build_resplit_evaluation(
     samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
     if blocks is not None and len(blocks.numbers) != samples:  # the objective has filtered the samples
         blocks = None
+    strata = splits.strata if splits.strata is not None and len(splits.strata) == samples else None
     classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
     halves = None if splits.val.is_stream else split_halves(y.numpy() if classes else None, samples, blocks, seed)
     with wrap_user_errors(f"{type(objective).__name__}.metrics, called again for the halves of the validation split"):
@@ -99,6 +104,7 @@ def build_resplit_evaluation(
         rows = np.concatenate(halves)
         evaluation.rows = torch.from_numpy(rows)
         evaluation.blocks = None if blocks is None else blocks.numbers[rows]
+        evaluation.strata = None if strata is None else strata[rows]
         evaluation.cross_fit = CrossFit(
             len(halves[0]),
             metric=objective.metric,

@@ -60,6 +60,16 @@ def test_values_are_split_without_strata():
     splits = Splits.make(np.zeros((50, 2)), np.linspace(0, 1, 50), seed=0)
     assert splits.train.y.dtype == torch.float32
     assert len(splits.train) == 30
+    assert splits.strata is None
+
+
+def test_splits_contain_the_strata_of_the_validation_samples():
+    hospitals = np.repeat(["a", "b"], [80, 20])
+    splits = Splits.make(np.zeros((100, 2)), np.linspace(0, 1, 100), seed=0, stratify=hospitals)
+    assert splits.strata.tolist() == (splits.val.y > 0.8).int().tolist()
+    assert _make().strata.tolist() == _make().val.y.tolist()
+    assert _make(stratify=False).strata is None
+    assert _make(groups=np.arange(100) // 5).strata is None
 
 
 def test_the_hash_covers_every_part():
@@ -122,6 +132,7 @@ def test_integer_targets_are_split_at_random_if_strata_are_impossible():
     splits = Splits.make(np.zeros((200, 2)), values, seed=0)
     assert sorted(torch.cat([part.y for _, part in splits.parts()]).tolist()) == sorted(values.tolist())
     assert [len(part) for _, part in splits.parts()] == [120, 40, 40]
+    assert splits.strata is None
     with pytest.raises(ObjectiveError, match=r"least populated class.*; use stratify=False to ignore"):
         Splits.make(np.zeros((20, 2)), [0] * 19 + [1], seed=0)
 
