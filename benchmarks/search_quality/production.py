@@ -46,6 +46,9 @@ class Others:
     def read_rung_values(self, rung: int) -> list[tuple[int, float]]:
         return [(number, value) for number, value in self.rungs.get(rung, {}).items() if number != self.number]
 
+    def read_fold_values(self, epoch: int, trial: FrozenTrial | None = None) -> list[float]:
+        raise NotImplementedError("the simulated trials have no folds")
+
 
 class Production:
     """A sampler and a pruner of hpsearch, given by their names or tables as in a study."""

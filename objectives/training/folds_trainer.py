@@ -339,8 +339,22 @@ def merge_metrics(folds: list[Mapping[str, float]], key: str) -> dict[str, float
     """
     merged = {name: _merge(name, [fold[name] for fold in folds if name in fold]) for name in folds[0]}
     values = [fold[key] for fold in folds]
-    merged[f"{key}_se"] = stdev(values) / math.sqrt(len(values))
-    return merged | {f"{key}_fold_{number}": value for number, value in enumerate(values, start=1)}
+    merged[f"{key}_se"] = _compute_standard_error(values)
+    return merged | {_get_fold_key(key, number): value for number, value in enumerate(values, start=1)}
+
+
+def select_fold_metrics(metrics: Mapping[str, float], key: str, folds: int) -> list[float]:
+    """Return the values of the metric `key` in each fold, from the metrics of a run with folds."""
+    return [metrics[_get_fold_key(key, number)] for number in range(1, folds + 1)]
+
+
+def _get_fold_key(key: str, number: int) -> str:
+    return f"{key}_fold_{number}"
+
+
+def _compute_standard_error(values: list[float]) -> float:
+    """Return the standard error of the mean; NaN if a value is not finite, which `stdev` rejects."""
+    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
 def _merge(name: str, values: list[float]) -> float:
@@ -372,7 +386,7 @@ def score_folds(
     return ResplitScore(
         value=fmean(values),
         optimism=fmean(curve[best] for curve in curves) - fmean(values),
-        error=stdev(values) / math.sqrt(len(values)),
+        error=_compute_standard_error(values),
         epochs=tuple(selected),
         has_new_split=has_new_split,
         sizes=sizes,

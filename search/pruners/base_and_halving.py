@@ -142,6 +142,10 @@ class OtherTrials(Protocol):
         """Return (number, value) of each other trial, in any state, that has recorded a value at a rung."""
         ...
 
+    def read_fold_values(self, epoch: int, trial: FrozenTrial | None = None) -> list[float]:
+        """Return the values of the metric in each fold at an epoch; without `trial`, those of the evaluated trial."""
+        ...
+
 
 def is_due(case: PruningContext, *, n_warmup_steps: int, interval_steps: int) -> bool:
     """Return whether the last epoch is the first reported step of its interval after the warm-up, by Optuna's rule.
@@ -267,11 +271,6 @@ class PrunerSpec(RegisteredOptions):
     """A pruner and its options."""
 
     family: ClassVar[str] = "pruner"
-    unsupported_reasons: ClassVar[Mapping[str, str]] = {
-        "wilcoxon": "its test needs independent measurements, such as folds, but the epochs of one training are not "
-        "independent; use 'median' or 'patient'"
-    }
-
     # Whether the pruner ends trials early.
     can_prune: ClassVar[bool] = True
 
@@ -286,6 +285,13 @@ class PrunerSpec(RegisteredOptions):
             ValueError: the options do not fit `epochs`.
         """
         return self
+
+    def check_folds(self, folds: int | None) -> None:
+        """Check that the pruner supports the number of folds of a trial; None if trials have no folds.
+
+        Raises:
+            ValueError: it needs folds, or more folds.
+        """
 
     def build(self) -> BasePruner:
         """Return the pruner object for the Optuna study.

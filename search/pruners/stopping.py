@@ -158,6 +158,10 @@ class Patient(PrunerSpec):
         wrapped = None if self.wrapped is None else self.wrapped.fit_to_epochs(epochs)
         return self.model_copy(update={"wrapped": wrapped})
 
+    def check_folds(self, folds: int | None) -> None:
+        if self.wrapped is not None:
+            self.wrapped.check_folds(folds)
+
     def get_halving(self, study: str, number: int) -> Halving | None:
         return None if self.wrapped is None else self.wrapped.get_halving(study, number)
 

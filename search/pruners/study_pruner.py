@@ -13,6 +13,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.history import read_fold_values
 
 
 def make_rungs(spec: StudySpec) -> Rungs | None:
@@ -126,6 +127,10 @@ class StoredOtherTrials:
         """Return (number, value) of each other trial, in any state, that has recorded a value at a rung."""
         found = read_rung_values(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]
+
+    def read_fold_values(self, epoch: int, trial: FrozenTrial | None = None) -> list[float]:
+        """Return the values of the metric in each fold at an epoch; without `trial`, those of the evaluated trial."""
+        return read_fold_values(self.storage.engine, (trial or self.trial)._trial_id).get(epoch, [])
 
 
 __all__ = ["Decision", "StudyPruner", "make_rungs"]

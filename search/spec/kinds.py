@@ -32,14 +32,12 @@ class RegisteredOptions(Options):
     Attributes:
         family: `sampler` or `pruner`, for messages. Direct subclasses set it.
         registry: the registered subclasses of the family, by name.
-        unsupported_reasons: reasons why well-known names are not supported, by name.
         examples: example values of required options, by name.
         can_be_multi_objective: whether the sampler or pruner supports several metrics.
     """
 
     family: ClassVar[str]
     registry: ClassVar[dict[str, type[Any]]]
-    unsupported_reasons: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
     can_be_multi_objective: ClassVar[bool] = True
     name: str
@@ -68,8 +66,6 @@ class RegisteredOptions(Options):
         name = value.get("name")
         kind: type[Self] | None = cls.registry.get(str(name))
         if kind is None:
-            if (reason := cls.unsupported_reasons.get(str(name))) is not None:
-                raise ValueError(f"{cls.family} {name!r} is not supported: {reason}")
             raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{suggest_names(str(name), cls.registry)}")
         try:
             return kind.model_validate(dict(value))

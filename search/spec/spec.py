@@ -306,6 +306,7 @@ class StudySpec(Options):
                 f"pruner.metric {named!r} is not a metric of the study ({', '.join(known)}); use one of these, or add "
                 f"{named} to --constraints"
             )
+        self.pruner.check_folds(self.folds)
         self.__dict__["pruner"] = self.pruner.fit_to_epochs(self.epochs)
         if self.warm_start is not None:
             self._check_warm_start(self.warm_start)

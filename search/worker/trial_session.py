@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
+from hpsearch.objectives.training.folds_trainer import select_fold_metrics
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict
@@ -123,7 +124,9 @@ class TrialSession:
         spec = self._context.spec
         metrics = self._select_metrics(record)
         vector = [metrics[name] for name in spec.direction_by_metric] if spec.is_multi_objective else None
-        reported = self._report(record.epoch, metrics[spec.metric], vector)
+        key, count = self.curve.metric_key, spec.folds
+        folds = None if count is None else select_fold_metrics(record.metrics, key, count)
+        reported = self._report(record.epoch, metrics[spec.metric], vector, folds)
         self._context.watchdog.beat()
         if not reported.is_counted:
             return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch, which was not written
@@ -170,8 +173,11 @@ class TrialSession:
         rung = rungs.epochs.index(epoch + 1)
         return self._context.claims.report_rung(self._claim, rung, value, system=measure_violations(spec, best))
 
-    def _report(self, epoch: int, value: float, vector: list[float] | None) -> ReportResult:
-        reported = self._context.claims.report(self._claim, epoch, value, self.checkpoints.pending, metrics=vector)
+    def _report(
+        self, epoch: int, value: float, vector: list[float] | None, folds: list[float] | None = None
+    ) -> ReportResult:
+        stored = self.checkpoints.pending
+        reported = self._context.claims.report(self._claim, epoch, value, stored, metrics=vector, folds=folds)
         if reported.is_counted:
             self.checkpoints.mark_committed(epoch)
             self.curve.values.setdefault(epoch, value)

@@ -268,6 +268,7 @@ class Claims:
         checkpoint: StoredFile | None = None,
         *,
         metrics: Sequence[float] | None = None,
+        folds: Sequence[float] | None = None,
     ) -> ReportResult:
         """Write the value and the checkpoint of an epoch, and renew the lease.
 
@@ -277,6 +278,7 @@ class Claims:
             value: value of the metric; NaN and infinities are stored as in Optuna.
             checkpoint: checkpoint after this epoch, in addition to the previous checkpoint, which stays valid.
             metrics: values of all objectives in a multi-objective study; None in a single-objective study.
+            folds: values of the metric in each fold of a cross-validation; None without folds.
 
         Returns:
             The result, with the conditions under which the trial may continue. If the budget has no room for the epoch,
@@ -287,9 +289,11 @@ class Claims:
         """
         finite, kind = encode_value(value, nan=True)
         values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
-        if metrics is not None:
-            values["metrics"] = list(metrics)
-        statement = report_sql.REPORT[self._metered_epochs is not None, metrics is not None]
+        several = {"metrics": metrics, "folds": folds}
+        has_several = any(each is not None for each in several.values())
+        if has_several:
+            values |= {key: None if each is None else list(each) for key, each in several.items()}
+        statement = report_sql.REPORT[self._metered_epochs is not None, has_several]
         row = self._write(statement, claim, step, checkpoint, **values)
         if self._metered_epochs is None:
             return ReportResult(row.stopped)

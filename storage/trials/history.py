@@ -271,7 +271,8 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, retry_second
 
 
 _VALUES = sa.text("""
-    SELECT trial_id, step, metrics FROM hpsearch_epoch_values JOIN trials USING (trial_id) WHERE study_id = :study
+    SELECT trial_id, step, metrics FROM hpsearch_epoch_values JOIN trials USING (trial_id)
+     WHERE study_id = :study AND metrics IS NOT NULL
      ORDER BY trial_id, step
 """)
 
@@ -282,6 +283,16 @@ def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, l
     for row in Database(engine).fetch_rows(_VALUES, {"study": study_id}):
         found[row.trial_id][row.step] = row.metrics
     return dict(found)
+
+
+_FOLDS = sa.text("""
+    SELECT step, folds FROM hpsearch_epoch_values WHERE trial_id = :trial AND folds IS NOT NULL ORDER BY step
+""")
+
+
+def read_fold_values(engine: sa.Engine, trial_id: int) -> dict[int, list[float]]:
+    """Return the values of the metric in each fold of a trial, by epoch (from 0); empty for a trial without folds."""
+    return {row.step: row.folds for row in Database(engine).fetch_rows(_FOLDS, {"trial": trial_id})}
 
 
 # Specs are decoded in Python: a damaged spec, which Postgres rejects as JSON, must affect its own study only.

@@ -65,11 +65,12 @@ _REPORT = f"""
 """  # noqa: S608 the parts are constants
 
 
-# For multi-objective studies.
-_INSERT_METRICS = """
+# For multi-objective studies and studies with folds.
+_INSERT_VALUES = """
     others AS (
-        INSERT INTO hpsearch_epoch_values (trial_id, step, metrics)
-        SELECT trial_id, :step, CAST(:metrics AS double precision[]) FROM mine ON CONFLICT (trial_id, step) DO NOTHING
+        INSERT INTO hpsearch_epoch_values (trial_id, step, metrics, folds)
+        SELECT trial_id, :step, CAST(:metrics AS double precision[]), CAST(:folds AS double precision[]) FROM mine
+        ON CONFLICT (trial_id, step) DO NOTHING
     ),
 """
 
@@ -92,12 +93,12 @@ def _report_within_budget(others: str) -> sa.TextClause:
 """)  # noqa: S608 the parts are constants
 
 
-# Keys: whether the study has a budget in epochs or seconds, and whether it is multi-objective.
+# Keys: whether the study has a budget in epochs or seconds, and whether it stores several values per epoch.
 REPORT = {
     (False, False): _report(""),
-    (False, True): _report(_INSERT_METRICS),
+    (False, True): _report(_INSERT_VALUES),
     (True, False): _report_within_budget(""),
-    (True, True): _report_within_budget(_INSERT_METRICS),
+    (True, True): _report_within_budget(_INSERT_VALUES),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpsearch.storage.study_storage.storage import open_storage
+from hpsearch.storage.trials.history import read_fold_values
 from tests.faults.harness import Arena
 from tests.faults.invariants import read_trials
 from tests.faults.orders import Order
@@ -30,6 +32,15 @@ def test_a_trial_that_is_killed_in_any_fold_changes_no_bit(arena: Arena, save_ev
     assert [(trial.state, trial.value, trial.values) for trial in found] == [
         (trial.state, trial.value, trial.values) for trial in expected
     ]
+    assert read_folds(arena) == read_folds(quiet)
+    assert all(len(folds) == 3 for epochs in read_folds(arena) for folds in epochs.values())
     assert found[0].outcomes == ["lost"] * len(kills) + ["complete"]
     assert all(trial.state == "COMPLETE" and len(trial.values) == 4 for trial in found)
     quiet.close()
+
+
+def read_folds(arena: Arena) -> list[dict[int, list[float]]]:
+    """Return the values of the folds by epoch, for each trial."""
+    storage = open_storage(arena.storage_url, application_name="test")
+    trials = storage.get_all_trials(storage.get_study_id_from_name(arena.name))
+    return [read_fold_values(storage.engine, trial._trial_id) for trial in trials]

@@ -16,7 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import fit, restore_model
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.step import Step
-from hpsearch.objectives.training.folds_trainer import score_folds
+from hpsearch.objectives.training.folds_trainer import merge_metrics, score_folds, select_fold_metrics
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import MidEpochAction
 from tests.objectives.training.support import DiedError, Dying, Memory, Wine, raise_died, same_result
@@ -88,6 +88,13 @@ def test_the_restored_model_is_the_mean_of_the_folds_and_validates_each_on_its_o
         assert torch.equal(restored.model(x), torch.stack(outputs).mean(0))
         assert not torch.equal(outputs[0], outputs[1])
     assert 0.8 < restored.test()["accuracy"] <= 1
+
+
+def test_the_values_of_the_folds_have_a_standard_error_unless_one_is_not_finite() -> None:
+    merged = merge_metrics([{"val_r2": 0.25, "epoch_seconds": 1.0}, {"val_r2": 0.75, "epoch_seconds": 2.0}], "val_r2")
+    assert (merged["val_r2"], merged["val_r2_se"], merged["epoch_seconds"]) == (0.5, pytest.approx(0.25), 3.0)
+    assert select_fold_metrics(merged, "val_r2", 2) == [0.25, 0.75]
+    assert math.isnan(merge_metrics([{"val_r2": math.nan}, {"val_r2": 0.75}], "val_r2")["val_r2_se"])
 
 
 def test_the_epoch_of_a_fold_is_selected_by_the_other_folds() -> None:

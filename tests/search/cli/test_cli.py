@@ -86,6 +86,12 @@ BAD = [
     (["run", "digits", "--sampler-option", "seed=1"], ["sampler.seed"]),
     (["run", "digits", "--pruner-option", "n_warmup_steps"], ["--pruner-option", "KEY=VALUE"]),
     (["run", "digits", "--pruner", "hyperband", "--pruner-option", "max_resource=auto"], ["max_resource", "'auto'"]),
+    (["run", "digits", "--pruner", "wilcoxon"], ["--pruner wilcoxon", "add --folds"]),
+    (["run", "digits", "--pruner", "wilcoxon", "--folds", "3"], ["p_threshold 0.1", "above 0.125", "3 folds"]),
+    (
+        ["run", "digits", "--pruner", "wilcoxon", "--folds", "5", "--pruner-option", "p_threshold=1.5"],
+        ["pruner.p_threshold", "below 1", "1.5"],
+    ),
     (["run", "digits", "--metric", "accurcy"], ["--metric 'accurcy'", "accuracy"]),
     (["run", "digits", "--metric", "loss", "--direction", "maximize"], ["direction", "'maximize'", "'minimize'"]),
     (["run", "--spec", "nowhere.toml"], ["--spec", "nowhere.toml", "No such file"]),

@@ -60,9 +60,10 @@ def kind(name: str) -> dict[str, Any]:
 
 
 def resolve(sampler: str, pruner: str) -> StudySpec:
-    trials = {"n_trials": 1} if sampler == "grid" else {}
+    settings = {"n_trials": 1} if sampler == "grid" else {}
+    settings |= {"folds": 5} if pruner == "wilcoxon" else {}
     return resolve_spec(
-        {"objective": "x", "name": "s", "sampler": kind(sampler), "pruner": kind(pruner), **trials}, Any9()
+        {"objective": "x", "name": "s", "sampler": kind(sampler), "pruner": kind(pruner), **settings}, Any9()
     )
 
 

@@ -74,6 +74,10 @@ def test_constraints_are_parsed(given: Any) -> None:
         ({"directions": WAYS, "direction": "minimize"}, "remove --direction"),
         ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median supports a single metric"),
         ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband supports a single metric"),
+        (
+            {"directions": WAYS, "pruner": {"name": "wilcoxon"}, "folds": 5},
+            "--pruner wilcoxon supports a single metric",
+        ),
         ({"directions": WAYS, "sampler": {"name": "cmaes"}}, "--sampler cmaes supports a single metric"),
         ({"directions": WAYS, "min_expected_gain": 0.1}, "--min-expected-gain"),
         ({"directions": WAYS, "sampler": {"name": "freeze_thaw"}, "warm_start": "other"}, "--warm-start"),

@@ -112,7 +112,14 @@ def test_the_first_rung_of_asha_is_after_a_ninth_of_the_epochs(epochs: int, firs
         ({"sampler": {"name": "cmaes", "popsize": 3}}, ["sampler.popsize must be at least 4, not 3"]),
         ({"sampler": {"name": "brute_force", "configurations": 5}}, ["--trials 24", "5 configurations"]),
         ({"pruner": {"name": "medan"}}, ["pruner", "'medan'", "'median'"]),
-        ({"pruner": {"name": "wilcoxon"}}, ["'wilcoxon'", "independent", "'median'"]),
+        ({"pruner": {"name": "wilcoxon"}}, ["--pruner wilcoxon", "add --folds", "median"]),
+        ({"pruner": {"name": "patient", "wrapped": {"name": "wilcoxon"}}}, ["--pruner wilcoxon", "add --folds"]),
+        ({"pruner": {"name": "wilcoxon"}, "folds": 3}, ["pruner.p_threshold 0.1", "above 0.125", "3 folds"]),
+        *(
+            ({"pruner": {"name": "wilcoxon", "p_threshold": p}, "folds": 5}, ["pruner.p_threshold must be", str(p)])
+            for p in (0.0, 1.0, -0.1, 1.5)
+        ),
+        ({"pruner": {"name": "wilcoxon", "n_warmup_steps": -1}, "folds": 5}, ["pruner.n_warmup_steps", "at least 0"]),
         ({"pruner": {"name": "patient", "patience": -1}}, ["pruner.patience must be at least 0, not -1"]),
         ({"pruner": {"name": "patient", "min_delta": -0.1}}, ["pruner.min_delta must be at least 0, not -0.1"]),
         ({"pruner": {"name": "patient", "wrapped": {"name": "medan"}}}, ["pruner.wrapped", "'medan'", "'median'"]),
