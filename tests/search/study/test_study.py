@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import optuna
+import pytest
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.run import fleet
 from hpsearch.search.study.checkpoints import find_checkpoint_warning, store_checkpoint_url
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
@@ -39,6 +45,23 @@ def test_a_trial_that_was_delivered_after_it_was_read_is_not_counted_as_missing(
     assert summarise(study).untracked == 1
     RunLinks(storage.engine).record_delivery(study.trials()[0]._trial_id, None)
     study.refresh()
+    assert summarise(study).untracked == 0
+
+
+def test_run_reads_the_trials_again_after_the_delivery(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(database_url, application_name="test")
+    trial = optuna.trial.create_trial(value=0.5, user_attrs={TRACKING: "pending: on its way"})
+    study = search(storage, "s", [trial])
+    assert summarise(study).untracked == 1
+
+    def deliver(*_: Any, **__: Any) -> int:
+        RunLinks(storage.engine).record_delivery(study.trials()[0]._trial_id, None)
+        return 0
+
+    monkeypatch.setattr(fleet, "Tracker", lambda *_: SimpleNamespace(flush=deliver))
+    monkeypatch.setattr(fleet, "open_checkpoints", lambda *_: None)
+    services: Any = SimpleNamespace(open_tracking=lambda: None, home=None)
+    fleet.flush_outbox(PlainConsole(file=io.StringIO()), services, study, interrupted=False)
     assert summarise(study).untracked == 0
 
 

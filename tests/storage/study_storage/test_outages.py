@@ -305,6 +305,20 @@ def test_an_error_of_the_caller_is_raised_at_once() -> None:
     assert len(calls) == 1
 
 
+def test_a_call_without_a_retry_time_logs_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """`run` reads the progress like this twice a second."""
+
+    def call() -> None:
+        raise sa.exc.OperationalError("SELECT 1", {}, psycopg2.OperationalError("server closed the connection"))
+
+    with pytest.raises(sa.exc.OperationalError):
+        retrying(0)(call)
+    assert caplog.messages == []
+    with pytest.raises(sa.exc.OperationalError):
+        retrying(0.01)(call)
+    assert caplog.messages[0].startswith("database unavailable, retrying for up to 0 s: ")
+
+
 def test_a_process_frozen_beyond_the_retry_time_retries_once() -> None:
     calls = []
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics, aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import Step
+from hpsearch.objectives.training.ranks import Ranks
 
 
 class _Noting:
@@ -57,3 +58,28 @@ def test_metrics_are_missing_if_no_step_has_outputs():
     restored = RunningMetrics(_NeedsOutputs())
     restored.load_state_dict({**running.state_dict(), "metrics": {}}, torch.device("cpu"))
     assert set(restored.compute()) == {"kl"}
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor that records its copies, as one on a GPU, which a non-blocking copy leaves incomplete."""
+
+    copies: list[tuple[str, bool]] = []  # noqa: RUF012 shared by all
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ in ("to", "cpu"):
+            cls.copies.append((function.__name__, bool((kwargs or {}).get("non_blocking"))))
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {})).as_subclass(torch.Tensor)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _TwoRanks(Ranks):
+    world_size = 2
+
+
+def test_batches_for_other_ranks_are_copied_completely_before_they_are_sent():
+    """Pickling does not wait for an asynchronous copy from a GPU."""
+    metrics = aggregate_over_ranks(_Noting(), _TwoRanks())
+    metrics.update(torch.zeros(3).as_subclass(_OnDevice), torch.zeros(3).as_subclass(_OnDevice))
+    assert _OnDevice.copies == [("cpu", False)] * 2
