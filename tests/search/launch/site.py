@@ -12,6 +12,7 @@ import optuna
 
 from docs.packages import ROOT
 from hpsearch.redaction import redact
+from hpsearch.storage.web.token import find_token
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
@@ -26,10 +27,14 @@ class Site:
         passwords.chmod(0o600)
         self.url = parts._replace(netloc=f"{parts.username}@{parts.hostname}:{parts.port}").geturl()
         assert redact(self.url) == self.url
+        token = folder / "mlflow-token"  # the workers have another home than the MLflow server
+        token.write_text(find_token(tracking_uri) or "")
+        token.chmod(0o600)
         self.full_url, self.folder = url, folder
         self.environment = {
             "HPSEARCH_STORAGE_URL": self.url, "HPSEARCH_TRACKING_URI": tracking_uri,
             "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
+            "MLFLOW_TRACKING_TOKEN_FILE": str(token),
         }  # fmt: skip
 
     def __call__(self, *arguments: str, **environment: str) -> str:

@@ -45,15 +45,15 @@ def test_a_preemption_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site
     assert site.states("slurm") == ["COMPLETE"] * 12
     assert site.values("slurm") == site.undisturbed(12)
     assert cluster.logs("slurm").count(" joins study slurm") == 5, "three tasks, of which two were started again"
-    assert cluster.logs("slurm").count("hpsearch: queued again") == 1, "Slurm itself saw to the lost node"
+    assert cluster.logs("slurm").count("hpsearch: requeued after") == 1, "Slurm itself saw to the lost node"
     cluster.start(lost, "slurmd", "-D", "-N", lost)
 
 
 def test_scancel_empties_the_queue(cluster: Cluster, site: Site) -> None:
     job = submit(cluster, site, "cancelled", 500, step="0.2")
-    cluster.wait(lambda: site.states("cancelled").count("RUNNING") >= 2, "workers to train")
+    cluster.wait(lambda: sum(bool(v) for _, v, _ in site.values("cancelled").values()) >= 2, "workers to train")
     cluster.run("scancel", job)
     cluster.wait(lambda: not cluster.states(job), "the queue to be empty", 60)
     assert "exits with code 143" in cluster.logs("cancelled")
-    assert "queued again" not in cluster.logs("cancelled")
+    assert "requeued after" not in cluster.logs("cancelled")
     assert site.states("cancelled").count("COMPLETE") < 500
