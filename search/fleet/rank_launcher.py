@@ -141,7 +141,7 @@ def _remove_stale_folders() -> None:
 
 log = logging.getLogger(__name__)
 
-_RANK_SHUTDOWN_SECONDS = 10  # time in which the other ranks must exit after a rank has died
+_RANK_SHUTDOWN_SECONDS = 5  # time in which the other ranks must exit after a rank has died
 _POLL_SECONDS = 0.2  # interval between two checks for a stop request
 
 
