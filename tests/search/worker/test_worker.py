@@ -25,7 +25,7 @@ def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.Monk
     """Though host and process number are the same."""
     names = set()
     for machine in ("boot/pid:[1]", "boot/pid:[2]"):
-        monkeypatch.setattr(process_identity, "_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(process_identity, "get_machine_prefix", lambda machine=machine: machine)
         assert worker_name(1) == worker_name(1)
         names.add(worker_name(1))
     assert len(names) == 2
