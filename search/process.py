@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from multiprocessing import popen_fork
@@ -304,7 +305,8 @@ def prepare_exit(code: int) -> None:
     Threads and processes of user code could prevent the exit.
     """
     report_exit(code)
-    threading.Thread(target=_end_process, args=(code,), name="exit", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the limit of threads is reached
+        start_new_thread(_end_process, (code,))  # Thread.start waits forever for a thread that gets no memory
 
 
 def _end_process(code: int) -> None:

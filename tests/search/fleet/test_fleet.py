@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -152,6 +154,24 @@ def test_threads_of_user_code_do_not_prevent_the_exit_of_a_worker(tmp_path: Path
     assert ended(ForkedProcess(_leave_a_thread, [], environment, tmp_path / "log")) == 3
     assert (tmp_path / "log").read_text() == "hpsearch: ended while code of the objective was running: thread left\n"
     assert (tmp_path / "exit").read_text() == "3"
+
+
+def _use_all_memory() -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    with contextlib.suppress(MemoryError):
+        left = list[object]()
+        for size in (1 << 16, 1 << 10, 32):
+            with contextlib.suppress(MemoryError):
+                while True:
+                    left.append(bytearray(size))
+    return 3
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_a_worker_exits_without_memory_for_a_thread(tmp_path: Path) -> None:
+    start_fork_server(MANY)
+    environment = {**os.environ, process.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
+    assert ended(ForkedProcess(_use_all_memory, [], environment, tmp_path / "log")) == 3
 
 
 def test_the_searches_of_a_home_are_found_and_stopped(tmp_path: Path) -> None:
