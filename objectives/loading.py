@@ -28,6 +28,7 @@ from hpsearch.objectives.errors import (
     get_message,
     keep_recursion_limit,
     suggest_names,
+    wrap_user_errors,
 )
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 
@@ -88,13 +89,14 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             "and a LoopObjective needs suggest and run"
         )
     try:
-        with keep_recursion_limit():
+        with keep_recursion_limit(), _keep_streams():
             objective = cls()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's code raises
         raise ObjectiveError(f"{cls.__name__}() failed: {format_user_error(error, find_source_file(cls))}") from error
-    _check(objective)
+    with wrap_user_errors(cls.__name__):  # attributes may be properties
+        _check(objective)
     return objective
 
 
@@ -290,7 +292,7 @@ def _import_module(name: str) -> ModuleType:
 @contextmanager
 def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
-        with keep_recursion_limit():
+        with keep_recursion_limit(), _keep_streams():
             yield
     except (ObjectiveError, KeyboardInterrupt):
         raise
@@ -303,6 +305,26 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
         raise ObjectiveError(text) from error
 
 
+@contextmanager
+def _keep_streams() -> Iterator[None]:
+    """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to."""
+    kept = [(name, getattr(sys, name), os.dup(descriptor), descriptor) for descriptor, name in _STREAMS.items()]
+    try:
+        yield
+    finally:
+        for name, former, copy, descriptor in kept:
+            try:
+                getattr(sys, name).flush()
+            except Exception:  # closed, None, or an object without this method
+                if getattr(former, "closed", False):
+                    os.dup2(copy, descriptor)
+                    setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115 stays open
+                else:
+                    setattr(sys, name, former)
+            os.close(copy)
+
+
+_STREAMS = {1: "stdout", 2: "stderr"}
 _SEARCH_FOLDERS: list[str] = []  # folders of objectives that were added to sys.path
 _SHADOWED_MODULES: dict[str, dict[str, ModuleType]] = {}  # replaced modules by folder
 

@@ -273,6 +273,7 @@ def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
         (r"directions = {'a\n': 'maximize'}", r"Mine.directions: 'a\\n' contains control characters"),
         ("epochs = 0", "Mine.epochs must be an integer of at least 1, not 0"),
         ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
+        ("n_trials = property(lambda self: {}['TRIALS'])", r"Mine: mine.py:\d+: KeyError: 'TRIALS'"),
     ],
 )
 def test_an_unusable_objective_is_reported(write, body, message):
@@ -285,6 +286,18 @@ def test_an_unusable_objective_is_reported(write, body, message):
         text += f"    {body}\n"
     write("mine.py", text)
     assert re.match(message, _refused("mine.py"))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["sys.stdout = sys.stderr = type('Tee', (), {'write': print})()", "sys.stdout.close(); sys.stderr.close()"],
+    ids=["replaced", "closed"],
+)
+def test_an_objective_that_breaks_the_standard_streams_is_loaded(write, statement):
+    write("mine.py", f"import sys\n{statement}\n" + GOOD.format(name="Mine"))
+    code = "import sys, hpsearch; hpsearch.load_objective('mine.py'); print(1); print(2, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "2\n")
 
 
 def test_finding_a_name_needs_no_torch():
