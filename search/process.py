@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any
 from hpsearch.redaction import redact
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.storage.display import escape_line
-from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, format_error
+from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, find_full_disk, format_error
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -56,6 +57,11 @@ def report_errors(work: Callable[[], int]) -> int:
         _print_error("another command has deleted the study; list the studies with hpsearch studies")
         return EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
+        if package := _find_failed_import(error):
+            cause = escape_line(f"{type(error).__name__}: {format_error(error, 300)}")
+            remedy = "correct the environment variable that the error names, or install the package again"
+            _print_error(f"package {package} cannot be imported ({cause}); {remedy}")
+            return EXIT_USER_ERROR
         from hpsearch.storage.database.retry import is_database_error, is_transient
 
         if not is_database_error(error):
@@ -65,6 +71,19 @@ def report_errors(work: Callable[[], int]) -> int:
         fault = f"is unavailable: {cause}" if is_unavailable else f"rejected a statement ({cause}); run hpsearch doctor"
         _print_error(f"the database {escape_line(fault)}")
         return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
+
+
+def _find_failed_import(error: Exception) -> str | None:
+    """Return the installed package whose import by a module of hpsearch raised an error; None if none did."""
+    if isinstance(error, MemoryError) or find_full_disk(error) is not None:
+        return None
+    importer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if importer == "hpsearch" != package and frame.f_code.co_name == "<module>":
+            return package
+        importer = package
+    return None
 
 
 def _print_error(message: str) -> None:

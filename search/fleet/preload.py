@@ -42,7 +42,7 @@ gc.disable()
 for _name in PRELOADED_MODULES:
     if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting
         sys.exit()
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # the command and the workers report the error of an import
         importlib.import_module(_name)
 gc.enable()
 gc.freeze()  # memory pages that the collector does not touch stay shared between the workers

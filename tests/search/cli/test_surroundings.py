@@ -137,6 +137,21 @@ def test_a_lack_of_memory_is_one_line() -> None:
     )
 
 
+def test_a_package_that_rejects_an_environment_variable_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpsearch", "smoke", "digits"],
+        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hpsearch: package torch cannot be imported (ValueError: The value of TORCH_DISTRIBUTED_DEBUG must be OFF, "
+        "INFO, or DETAIL.); correct the environment variable that the error names, or install the package again\n"
+    )
+
+
 def test_ctrl_c_while_the_interpreter_exits_is_silent() -> None:
     code = "import atexit, os; atexit.register(os.kill, os.getpid(), 2); from hpsearch.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)
