@@ -8,9 +8,10 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -239,6 +240,30 @@ def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(escape_line(text)))  # as a string, it could contain markup
+
+
+@contextmanager
+def show_slow_steps(after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a step on stderr if neither the next step nor the end of the block follows soon."""
+    timer: threading.Timer | None = None
+
+    def print_step(text: str) -> None:
+        with suppress(OSError):  # the end of the command handles a broken stream
+            PlainConsole(stderr=True).print(Text(escape_line(text)))
+
+    def begin_step(text: str) -> None:
+        nonlocal timer
+        if timer is not None:
+            timer.cancel()
+        timer = threading.Timer(after_seconds, print_step, [text])
+        timer.daemon = True
+        timer.start()
+
+    try:
+        yield begin_step
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class EscapingFormatter(logging.Formatter):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import optuna
 
-from hpsearch.search.console import PlainConsole, format_command
+from hpsearch.search.console import PlainConsole, format_command, show_slow_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.evidence_update import refresh_evidence
 from hpsearch.search.promotion.registry_watch import sync_promotions
@@ -142,12 +142,17 @@ class StudyRow:
 def open_services(where: Addresses, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
     """Return the services at the given addresses, and the storage of the studies.
 
+    Args:
+        where: the given addresses.
+        progress: called with each step of starting the services. None prints steps of more than two seconds on stderr.
+
     Raises:
         SearchError: there is a tracking URI without a database URL.
         StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    services = find_services(resolve_addresses(where), progress=progress or (lambda _: None))
+    with show_slow_steps() as show_step:
+        services = find_services(resolve_addresses(where), progress=progress or show_step)
     return services, open_storage(services.storage_url, application_name="hpsearch read")
 
 

@@ -120,7 +120,8 @@ class Study:
 
         Args:
             name: name of the study.
-            progress: function that is called with a text for each step of starting the services.
+            progress: function that is called with a text for each step of starting the services. None prints steps of
+                more than two seconds on stderr.
             where: addresses of the services.
 
         Example:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from hpsearch.storage.database.connect import find_database_error, has_answered, is_database_healthy
+from hpsearch.storage.database.connect import find_database_error, has_answered
 from hpsearch.storage.database.libpq import make_embedded_query
 from hpsearch.storage.embedded import process, state
 from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
@@ -276,11 +276,12 @@ class EmbeddedPostgres:
             time.sleep(_POLL)
         return None
 
-    def start(self, preferred_port: int | None) -> int:
+    def start(self, preferred_port: int | None, progress: Callable[[str], None] = lambda _: None) -> int:
         """Start the server, wait until it answers, and return its port; a missing data directory is created.
 
         Args:
             preferred_port: port to use if it is free; None for any free port.
+            progress: called with the reason of a wait of more than two seconds.
 
         Raises:
             StorageError: Postgres is not installed, the data directory belongs to another major version or is in use
@@ -293,13 +294,13 @@ class EmbeddedPostgres:
             init_data_directory(self.folder, binaries, account)
         for _ in range(3):
             if (lock := self._wait_for_lock()) is None:
-                if running := self.attach():
+                if running := self.attach(progress):
                     return running
                 continue
             account.admit(self.folder)
             account.take_over(self.data_folder)
             port = state.choose_port(preferred_port)
-            if self._launch(binaries, account, port, lock):
+            if self._launch(binaries, account, port, lock, progress):
                 return port
             preferred_port = None  # another process took the port
         raise StorageError(f"Postgres cannot be started on {LOOPBACK}; see {self.log}")
@@ -328,7 +329,9 @@ class EmbeddedPostgres:
             "hpsearch down on that machine, give --storage-url, or set HPSEARCH_HOME to another folder"
         )
 
-    def _launch(self, binaries: Binaries, account: Account, port: int, lock: int) -> bool:
+    def _launch(
+        self, binaries: Binaries, account: Account, port: int, lock: int, progress: Callable[[str], None]
+    ) -> bool:
         """Start the server, wait until it answers, and return True; return False if another process uses the port."""
         command = [str(binaries.bin_folder / "postgres"), "-D", str(self.data_folder), "-p", str(port)]
         for name, value in _SETTINGS.items():
@@ -345,14 +348,19 @@ class EmbeddedPostgres:
             )
         finally:
             os.close(lock)
-        deadline = time.monotonic() + _START_TIMEOUT
-        while time.monotonic() < deadline:
-            if is_database_healthy(self.make_url(port)):
+        began, is_reported = time.monotonic(), False
+        while (waited := time.monotonic() - began) < _START_TIMEOUT:
+            if (error := find_database_error(self.make_url(port))) is None:
                 return True
+            if waited > _REPORT_AFTER and not is_reported:
+                is_reported = True
+                progress(f"waiting for Postgres (process {identity.pid}): {format_error(error)}")
             if process.find(identity) is None:
                 if not state.is_port_free(port):
                     return False
                 output = read_tail(self.log, lines=2)
                 raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
             time.sleep(_POLL)
-        raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s; see {self.log}")
+        raise StorageError(
+            f"Postgres does not answer after {_START_TIMEOUT:.0f} s: {format_error(error)} (see {self.log})"
+        )

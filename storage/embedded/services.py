@@ -240,7 +240,7 @@ class EmbeddedStack:
             progress(f"the data of Postgres is therefore in {server.folder}")
         if (port := server.attach(progress)) is None:
             progress("starting Postgres" if server.data_folder.exists() else "setting up Postgres")
-            port = server.start(self.state.postgres.port)
+            port = server.start(self.state.postgres.port, progress)
         self.state.postgres.port = port
         self.state.postgres.process = server.read_identity()
         self.state.postgres.home = str(self.home)

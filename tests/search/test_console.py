@@ -5,10 +5,19 @@ from __future__ import annotations
 import io
 import os
 import pty
+import time
 
 import pytest
 
-from hpsearch.search.console import PlainConsole, format_sparkline, plain_table, shorten_line, show_steps
+from hpsearch.search.api import opening
+from hpsearch.search.console import (
+    PlainConsole,
+    format_sparkline,
+    plain_table,
+    shorten_line,
+    show_slow_steps,
+    show_steps,
+)
 
 
 def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
@@ -19,6 +28,24 @@ def test_a_log_has_only_the_first_and_the_last_of_equal_steps() -> None:
             show_step(f"sending 21 trials to MLflow: {done} done")
     lines = ["opening the study", "sending 21 trials to MLflow: 0 done", "sending 21 trials to MLflow: 20 done"]
     assert output.getvalue().splitlines() == lines
+
+
+def test_commands_print_the_steps_of_a_slow_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(_where, progress):
+        progress("starting Postgres")
+        progress("starting MLflow (about 10 s)")
+        time.sleep(0.2)
+        progress("starting the Optuna dashboard")
+        raise InterruptedError
+
+    monkeypatch.setattr(opening, "find_services", start)
+    monkeypatch.setattr(opening, "show_slow_steps", lambda: show_slow_steps(after_seconds=0.1))
+    with pytest.raises(InterruptedError):
+        opening.list_studies({})
+    time.sleep(0.2)
+    assert capsys.readouterr() == ("", "starting MLflow (about 10 s)\n")
 
 
 @pytest.mark.parametrize(("columns", "width"), [("0", 80), ("x", 80), ("1", 40), ("60", 60)])

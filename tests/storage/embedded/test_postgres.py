@@ -137,6 +137,18 @@ def test_a_server_that_rejects_the_connection_is_not_replaced(
     assert lines[0].startswith(f"waiting for Postgres (process {running.pid}): ")
 
 
+def test_the_reason_of_a_slow_start_is_reported(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_REPORT_AFTER", 0.0)
+    errors, lines = [StorageError("it recovers"), StorageError("it recovers")], list[str]()
+    find_error = postgres.find_database_error
+    monkeypatch.setattr(postgres, "find_database_error", lambda url: errors.pop() if errors else find_error(url))
+    old.stop()
+    old.start(None, lines.append)
+    running = old.find_process()
+    assert running is not None
+    assert lines == [f"waiting for Postgres (process {running.pid}): it recovers"]
+
+
 def test_postgres_restarts_after_sigkill(old: EmbeddedPostgres) -> None:
     port = old.read_port()
     assert port is not None
