@@ -95,6 +95,8 @@ class Study:
         where: Any = {key: given.pop(key) for key in Addresses.__annotations__ if key in given}
         with replace_flags_in_errors():
             if spec is not None:
+                if not isinstance(spec, Mapping | Path | str):
+                    raise SearchError(f"spec={spec!r} is invalid; give a dictionary of settings, or a file")
                 given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
             if objective is not None:
                 from hpsearch.search.api.actions import find_objective_reference

@@ -215,8 +215,8 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
     """
     try:
         trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
-    except KeyError:
+    except (KeyError, TypeError):  # a number of another type, such as a text
         trials = study.storage.get_n_trials(study.study_id)
         numbers = f"give a number from 0 to {trials - 1}" if trials else "it has no trials yet"
-        raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {numbers}") from None
+        raise SearchError(f"--trial {number!r}: study {study.spec.name!r} has no such trial; {numbers}") from None
     return study.storage.read_trial(trial_id)

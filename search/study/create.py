@@ -6,7 +6,7 @@ import functools
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -305,7 +305,8 @@ def begin_search(
     with show_steps(console) as show:
         show("loading the objective")
         settings, objective = load_for_search(settings)
-        enqueued = read_rows(enqueue, objective) if enqueue else []
+        is_empty = isinstance(enqueue, Sequence | Mapping) and not enqueue
+        enqueued = [] if enqueue is None or is_empty else read_rows(enqueue, objective)
         services = find_services(where, both=True, tracking_required=tracking_required, progress=show)
         show("opening the study; a new one first checks the objective, and loads its data")
         storage = open_storage(services.storage_url, application_name="hpsearch run")

@@ -87,6 +87,9 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
     """
     if not isinstance(given, str | Path):
         rows = [given] if isinstance(given, Mapping) else given
+        if not (isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows)):
+            remedy = "give a dictionary, a list of dictionaries such as table.to_dict('records'), or a file"
+            raise SearchError(f"--enqueue: a {type(given).__name__} is not supported; {remedy}")
         return _make_trials("params", "configuration", enumerate(map(FixedTrial, rows), start=1), objective)
     path = Path(given)
     read = {".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix.lower())

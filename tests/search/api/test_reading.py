@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -172,7 +173,20 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
     assert str(error.value) == said
 
 
+@pytest.mark.parametrize("given", [pd.DataFrame({"width": [16]}), 5, [5]], ids=["table", "number", "list"])
+def test_configurations_of_another_type_are_rejected(study: Study, given: Any) -> None:
+    remedy = r"give a dictionary, a list of dictionaries such as table\.to_dict\('records'\), or a file$"
+    for enqueue in (study.enqueue_trial, lambda rows: Study.create("digits", name="new", enqueue=rows)):
+        with pytest.raises(SearchError, match=rf"is not supported; {remedy}"):
+            enqueue(given)
+
+
 def test_wrong_arguments_change_nothing(study: Study) -> None:
+    with pytest.raises(SearchError, match=r"^spec=5 is invalid; give a dictionary of settings, or a file$"):
+        Study.create("digits", spec=5)  # type: ignore[arg-type]  # the mistake
+    for number in ("0", None):
+        with pytest.raises(SearchError, match=rf"^--trial {number!r}: study 's' has no such trial"):
+            study.retry(number)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(SearchError, match=r"^promote\(trail=2\): unknown argument; did you mean 'trial'\?$"):
         study.promote(trail=2)  # type: ignore[call-arg]  # the mistake
     with pytest.raises(SearchError, match=r"^gc\(keep_top=-1\) is invalid; give a number such as keep_top=5$"):
