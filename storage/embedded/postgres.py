@@ -359,7 +359,8 @@ class EmbeddedPostgres:
                 if not state.is_port_free(port):
                     return False
                 output = read_tail(self.log, lines=2)
-                raise StorageError(f"Postgres ended during its start: {output} (see {self.log})")
+                remedy = "; enlarge /dev/shm (Docker: --shm-size=1g)" if "shared memory segment" in output else ""
+                raise StorageError(f"Postgres ended during its start: {output} (see {self.log}){remedy}")
             time.sleep(_POLL)
         raise StorageError(
             f"Postgres does not answer after {_START_TIMEOUT:.0f} s: {format_error(error)} (see {self.log})"

@@ -256,6 +256,17 @@ def test_the_reason_of_a_failed_start_is_reported(old: EmbeddedPostgres) -> None
     assert "\n" not in str(raised.value)
 
 
+def test_a_lack_of_shared_memory_is_reported_with_the_remedy(
+    old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = 'FATAL:  could not resize shared memory segment "/PostgreSQL.1" to 49776 bytes: No space left on device'
+    monkeypatch.setattr(postgres, "read_tail", lambda *_, **__: line)
+    monkeypatch.setitem(postgres._SETTINGS, "nonsense", "yes")
+    old.stop()
+    with pytest.raises(StorageError, match=r"; enlarge /dev/shm \(Docker: --shm-size=1g\)$"):
+        old.start(None)
+
+
 def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     port = old.read_port()
     assert port is not None
