@@ -98,6 +98,7 @@ def test_killed_workers_restart_and_stopped_workers_save(site: Site, tmp_path: P
 @pytest.fixture
 def nodes(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Start a head without cores and three nodes with one core each, in the environment for workers."""
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)  # Ray imports it if it is there, and the suite hides it
     from ray.cluster_utils import Cluster
 
     for name, value in {**site.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}.items():
