@@ -10,6 +10,7 @@ import os
 import shlex
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -231,21 +232,42 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
         _search_first(path.parent)
     # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
     name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or not isinstance(spec.loader, SourceFileLoader):
-        raise ObjectiveError(f"objective file {format_path(path)} must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        with _wrap_import_errors(path):
-            # The loader itself would read the file again, or run a compiled file in __pycache__.
-            exec(spec.loader.source_to_code(content, str(path)), vars(module))  # noqa: S102 the code of the objective
-    except BaseException:  # Ctrl-C must not leave a partly loaded module either
-        del sys.modules[name]
-        raise
-    return module
+    with _IMPORT_LOCK:  # another thread must not get a partly loaded module
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            raise ObjectiveError(f"objective file {format_path(path)} must end in .py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        _IMPORTED.append(path)
+        try:
+            with _wrap_import_errors(path):
+                # The loader itself would read the file again, or run a compiled file in __pycache__.
+                code = spec.loader.source_to_code(content, str(path))
+                exec(code, vars(module))  # noqa: S102 the code of the objective
+        except BaseException:  # Ctrl-C must not leave a partly loaded module either
+            del sys.modules[name]
+            raise
+        finally:
+            _IMPORTED.pop()
+        return module
+
+
+def require_no_import(what: str) -> None:
+    """Reject a call that an objective's file makes while it is imported: each worker would repeat it.
+
+    Args:
+        what: the call, for the message.
+
+    Raises:
+        ObjectiveError: this thread imports such a file.
+    """
+    if _IMPORTED and _IMPORT_LOCK._is_owned():  # type: ignore[attr-defined]
+        raise ObjectiveError(
+            f"{format_path(_IMPORTED[-1])} calls {what} while it is imported, and each worker imports it; "
+            'move the call below: if __name__ == "__main__":'
+        )
 
 
 def _has_kind(path: Path, is_kind: Callable[[int], bool]) -> bool:
@@ -325,6 +347,8 @@ def _keep_streams() -> Iterator[None]:
 
 
 _STREAMS = {1: "stdout", 2: "stderr"}
+_IMPORT_LOCK = threading.RLock()
+_IMPORTED: list[Path] = []  # files that are being imported, under this lock
 _SEARCH_FOLDERS: list[str] = []  # folders of objectives that were added to sys.path
 _SHADOWED_MODULES: dict[str, dict[str, ModuleType]] = {}  # replaced modules by folder
 

@@ -86,10 +86,12 @@ class Study:
             study = Study.create("wine.py", name="example", n_trials=2, epochs=2)
             assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
+        from hpsearch.objectives.loading import require_no_import
         from hpsearch.search.spec import spec as specs
         from hpsearch.search.spec.resolve import check_settings, convert_names_to_tables, replace_flags_in_errors
         from hpsearch.search.spec.spec_file import read_spec_file
 
+        require_no_import("Study.create")
         _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         where: Any = {key: given.pop(key) for key in Addresses.__annotations__ if key in given}
@@ -196,9 +198,11 @@ class Study:
         return self._parse(method, how)
 
     def _parse(self, method: Callable[..., Any], how: FleetWorkerOptions, device: str | None = None) -> WorkerOptions:
+        from hpsearch.objectives.loading import require_no_import
         from hpsearch.search.spec.resolve import replace_flags_in_errors
         from hpsearch.search.worker import options
 
+        require_no_import(f"Study.{method.__name__}")
         _require_known(method, how, options.FleetWorkerOptions.__annotations__)
         with replace_flags_in_errors():
             return options.WorkerOptions(**self._services.addresses, device=device, **how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,6 +75,7 @@ def mlflow(
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
+    _check_artifacts(artifacts)
     token = _read_web_token(no_auth=no_auth)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
@@ -81,6 +83,16 @@ def mlflow(
     with contextlib.suppress(OSError):  # MLflow opens lock files with predictable names in this folder
         environment["TMPDIR"] = str(open_private_folder("tmp"))
     os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 becomes the service
+
+
+def _check_artifacts(artifacts: str) -> None:
+    """Reject a local folder of another user, who could replace the artifacts in it."""
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.home import get_trusted_owners
+
+    folder = Path(artifacts.removeprefix("file://"))
+    if "://" not in str(folder) and folder.exists() and (owner := folder.stat().st_uid) not in get_trusted_owners():
+        raise SearchError(f"--artifacts {artifacts!r} belongs to uid {owner}; give a folder of your own")
 
 
 def _check_free(host: str, port: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -50,10 +53,19 @@ def start_fork_server(workers: int) -> None:
         environment = {
             **thread_environment(workers),
             "PYTHONSAFEPATH": "1",
-            SOCKET_FOLDER_VARIABLE: util.get_temp_dir(),
+            SOCKET_FOLDER_VARIABLE: _make_socket_folder(),
         }
         with _environment(environment), _silence_output():
             forkserver.ensure_running()
+
+
+def _make_socket_folder() -> str:
+    """Return multiprocessing's folder of sockets, without its own clean-up, which fails if the folder was deleted."""
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-")
+        atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
+    return util.get_temp_dir()
 
 
 @contextlib.contextmanager

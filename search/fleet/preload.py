@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 
+from hpsearch.cuda_library import load_cuda_library
 from hpsearch.search.fleet.fork_server import SOCKET_FOLDER_VARIABLE
 from hpsearch.search.process import exit_on_signals
 
@@ -38,6 +39,7 @@ with contextlib.suppress(OSError):
     os.setsid()
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes exit without it
+load_cuda_library()
 gc.disable()
 for _name in PRELOADED_MODULES:
     if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting

@@ -142,6 +142,7 @@ def _remove_stale_folders() -> None:
 log = logging.getLogger(__name__)
 
 _RANK_SHUTDOWN_SECONDS = 5  # time in which the other ranks must exit after a rank has died
+_OWN_SAFE_PATH = "hpsearch"  # a value of PYTHONSAFEPATH, by which interpreters import no modules of the working folder
 _POLL_SECONDS = 0.2  # interval between two checks for a stop request
 
 
@@ -184,6 +185,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             shutdown_timeout=_RANK_SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
+        os.environ.setdefault("PYTHONSAFEPATH", _OWN_SAFE_PATH)  # for spawned ranks
         tempfile.tempdir = str(folder)  # the launcher unpickles the errors of ranks from files with predictable names
         try:
             codes = elastic_launch(config, _run_rank)(make_parent_death_hook(), name, options, place.file)
@@ -289,6 +291,8 @@ def _peek_exit_code(rank: BaseProcess) -> int | None:
 def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
     """Run one rank and return its exit code. The exit code of rank 0 is that of the worker."""
     bind()
+    if os.environ.get("PYTHONSAFEPATH") == _OWN_SAFE_PATH:  # programs that the objective starts may import such modules
+        del os.environ["PYTHONSAFEPATH"]
     tempfile.tempdir = None  # for forked ranks: the launcher's folder is removed before they have ended
     from hpsearch.objectives.training.ranks import RankLostError
 

@@ -29,7 +29,8 @@ def register_search(logs: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that became read-only; `find_searches` ignores a file of an ended process
+            path.unlink(missing_ok=True)
 
 
 def find_searches(home: Path) -> list[tuple[str, psutil.Process]]:

@@ -26,10 +26,12 @@ def main() -> None:
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
+    from hpsearch.cuda_library import load_cuda_library
     from hpsearch.search.process import exit_on_signals, prepare_exit, take_exit_file
 
     take_exit_file(os.environ)
     exit_on_signals()
+    load_cuda_library()
     try:
         from hpsearch.search.cli import main as run
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -154,7 +156,19 @@ def make_engine(
         with ignore_variables(parsed):
             return dialect.connect(*arguments, **parameters)
 
+    _ENGINES.add(engine)
     return engine
+
+
+def _forget_connections() -> None:
+    """Let a forked process open connections of its own: on common ones, it would read results of this process."""
+    for engine in list(_ENGINES):
+        engine.dispose(close=False)
+
+
+_ENGINES: weakref.WeakSet[sqlalchemy.Engine] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_connections)
 
 
 @contextmanager

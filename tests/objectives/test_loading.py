@@ -2,6 +2,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,26 @@ def test_paths_in_messages_are_short_below_the_current_directory(write):
 class _SilentError(Exception):
     def __str__(self) -> str:
         raise ValueError
+
+
+def test_a_file_that_starts_a_search_while_it_is_imported_is_rejected(write):
+    """Each worker would import it, and so start another search."""
+    code = (
+        "from hpsearch import Objective, Study\nclass Mine(Objective):\n    pass\nStudy.create('mine.py', name='s')\n"
+    )
+    write("mine.py", code)
+    assert _refused("mine.py") == (
+        "mine.py calls Study.create while it is imported, and each worker imports it; "
+        'move the call below: if __name__ == "__main__":'
+    )
+
+
+def test_threads_load_a_file_once(write):
+    code = "import time\ntime.sleep(0.2)\n" + LOOP_OBJECTIVE
+    path = write("mine.py", code)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(load_objective, [str(path)] * 4))
+    assert len({type(objective) for objective in found}) == 1
 
 
 def test_messages_of_user_errors_are_short_and_never_fail() -> None:

@@ -61,6 +61,20 @@ def test_uv_reads_no_settings_of_folders_above(clone: Clone, tmp_path: Path) -> 
     assert (done.returncode, "uv.toml" in done.stderr) == (0, False), done.stderr
 
 
+def test_a_cache_of_uv_that_others_can_write_to_is_not_used(clone: Clone, tmp_path: Path) -> None:
+    """Uv does not verify packages from its cache."""
+    cache = tmp_path / "shared" / "uv"
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    clone.environment |= {"XDG_CACHE_HOME": str(cache.parent)}
+    folder = tmp_path / "wheels"
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
+    assert clone.run("x").returncode == 0
+    assert not list(cache.iterdir())
+    assert (clone.venv / "cache").is_dir()
+
+
 @pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.soak), "uv"])
 def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) -> None:
     """Without uv on PATH, the wrapper downloads the pinned one, and never runs another."""

@@ -170,6 +170,20 @@ def _recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "func", None) is checkpoint
 
 
+@contextmanager
+def _ignore_working_folder() -> Iterator[None]:
+    """Let interpreters that torch's compiler starts import no modules of the working folder."""
+    former = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = former
+
+
 def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None], ranks: Ranks) -> str | None:
     """Compile the model and its weight average; if compilation fails on a rank, leave both uncompiled on all ranks.
 
@@ -188,7 +202,8 @@ def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[]
         _compile_in_place(module)
     reason = None
     try:
-        try_step()
+        with _ignore_working_folder():
+            try_step()
     except Exception as error:  # compilers raise any type; the model works without compilation
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # line 1 may only name the backend

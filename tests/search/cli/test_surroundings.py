@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
-from hpsearch.search.cli import main
+from hpsearch.search.cli import main, run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import EXIT_FILE_VARIABLE
 from hpsearch.search.report.table_file import write_table
@@ -91,6 +92,67 @@ def test_a_command_imports_no_module_of_the_working_folder(
     program = Path(sys.executable).with_name("hpsearch")
     subprocess.run([program, *command], cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert not list(tmp_path.glob("*.imported"))
+
+
+_LIBRARY = """
+#include <dlfcn.h>
+__attribute__((constructor)) static void load(void) { dlopen("libcuda.so.1", RTLD_NOW); }
+"""
+_FOREIGN_LIBRARY = """
+#include <stdio.h>
+__attribute__((constructor)) static void load(void) { fclose(fopen("loaded", "w")); }
+"""
+_LOAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hpsearch.cuda_library import load_cuda_library
+load_cuda_library()
+import ctypes, os
+assert os.getcwd() == sys.argv[2]
+ctypes.CDLL(sys.argv[1] + "/nvidia/cusparselt/lib/libcusparseLt.so.0")
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="builds libraries with gcc on Linux")
+def test_a_library_of_cuda_loads_no_file_of_the_working_folder(tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "nvidia" / "cusparselt"
+    (package / "lib").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for code, target in (
+        (_LIBRARY, package / "lib" / "libcusparseLt.so.0"),
+        (_FOREIGN_LIBRARY, folder / "libcuda.so.1"),
+    ):
+        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), "-Wl,-rpath,$ORIGIN:"]
+        subprocess.run(command, input=code, text=True, check=True)
+    command = [sys.executable, "-P", "-c", _LOAD, str(package.parents[1]), str(folder)]
+    subprocess.run(command, cwd=folder, check=True)
+    assert not (folder / "loaded").exists()
+
+
+@pytest.mark.slow
+def test_the_compiler_imports_no_modules_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "ctypes.py").write_text("open('imported', 'w')\nraise ImportError")
+    home = tmp_path / "home"
+    environment = {**os.environ, "HPSEARCH_HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "compiled")}
+    settings = ["--set", "compile=true", "--set", "model.kind=mlp", "--epochs", "1", "--run-dir", "a"]
+    command = [sys.executable, "-P", "-m", "hpsearch", "train", "digits", *settings]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert (tmp_path / "a" / "report.md").exists()
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_rejected_for_the_artifacts_of_mlflow(
+    tmp_path: Path, database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "artifacts"
+    folder.mkdir()
+    os.chown(folder, 65534, -1)
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", database_url)
+    assert run_command(["serve", "mlflow", "--port", "59333", "--artifacts", str(folder)]) == 2
+    assert "belongs to uid 65534; give a folder of your own" in capsys.readouterr().err
 
 
 _INTERRUPTED = """

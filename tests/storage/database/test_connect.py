@@ -151,6 +151,27 @@ def test_the_url_of_the_tracking_server_is_an_error(stack: StackInfo, ssl: str) 
     assert f"the server at {where} is not Postgres" in message
 
 
+def test_forked_processes_use_connections_of_their_own(database_url: str) -> None:
+    """On common connections, a process would read the results of another one."""
+    engine = make_engine(database_url, application_name="test")
+    query = sa.text("SELECT pg_backend_pid()")
+    with engine.connect() as connection:
+        own = connection.execute(query).scalar_one()
+    reader, writer = os.pipe()
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            with engine.connect() as connection:
+                os.write(writer, f"{connection.execute(query).scalar_one()} ".encode())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    os.close(writer)
+    others = os.read(reader, 1000).split()
+    os.close(reader)
+    assert len({own, *map(int, others)}) == 4
+    with engine.connect() as connection:
+        assert connection.execute(query).scalar_one() == own
+
+
 @pytest.mark.parametrize("database", ["postgres", "template1"])
 def test_a_worker_cannot_connect_to_other_databases_of_the_embedded_server(stack: StackInfo, database: str) -> None:
     url = sa.make_url(stack.storage_url).set(database=database)
