@@ -13,7 +13,8 @@ HOME_VARIABLE = "HPSEARCH_HOME"
 STATE_FILE = "stack.json"  # in the home folder, written by storage.embedded
 # The folders of a home, except that of Postgres. A private folder also protects its files, whose modes depend on the
 # umask. A umask for the whole process would also change the files of the user's code, and those on shared volumes.
-FOLDERS = ("artifacts", "checkpoints", "logs", "outbox", "prepared", "reports", "runs", "tmp", "wandb")
+# None has the name of a system folder, which would become private if someone gives / or /var as the home.
+FOLDERS = ("artifacts", "checkpoints", "logs", "mlflow-tmp", "outbox", "prepared", "reports", "runs", "wandb")
 _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 
 

@@ -81,7 +81,7 @@ def mlflow(
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
     environment |= {variable: url, TOKEN_VARIABLE: token or ""}
     with contextlib.suppress(OSError):  # MLflow opens lock files with predictable names in this folder
-        environment["TMPDIR"] = str(open_private_folder("tmp"))
+        environment["TMPDIR"] = str(open_private_folder("mlflow-tmp"))
     os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 becomes the service
 
 

@@ -300,7 +300,8 @@ class EmbeddedStack:
         password = self.state.mlflow_password
         backend = self._url(roles.MLFLOW, password, roles.MLFLOW_DATABASE, application_name="hpsearch-mlflow")
         env |= {"MLFLOW_BACKEND_STORE_URI": backend, TOKEN_VARIABLE: self._find_token() or ""}
-        return command, env | {"TMPDIR": str(self.home / "tmp")}  # MLflow opens lock files with predictable names there
+        # MLflow opens lock files with predictable names there.
+        return command, env | {"TMPDIR": str(self.home / "mlflow-tmp")}
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         command = [*self._dashboard, "--host", LOOPBACK, "--port", str(port)]

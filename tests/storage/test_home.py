@@ -16,7 +16,7 @@ from tests.second_user import UID, act_as_second_user, needs_root
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
 
-_SHOW = "from hpsearch.storage.home import prepare_home; print(prepare_home())"
+_SHOW = "from hpsearch.storage.home import FOLDERS, prepare_home; print(prepare_home())"
 
 
 def _mode(path: Path) -> int:
@@ -47,6 +47,12 @@ def test_an_existing_home_keeps_its_mode_and_its_folders_become_private(tmp_path
     assert prepare_home(str(home)) == home
     assert (_mode(home), _mode(home / "runs"), _mode(home / "reports")) == (0o750, 0o700, 0o700)
     assert (_mode(shared), _mode(home / "sources")) == (0o755, 0o755)
+
+
+def test_no_folder_of_a_home_has_the_name_of_a_system_folder() -> None:
+    """It would become private if someone gave / or /var as the home."""
+    system = {"bin", "boot", "cache", "dev", "etc", "home", "lib", "log", "mail", "media", "mnt", "opt", "proc", "root"}
+    assert not {*FOLDERS} & (system | {"run", "sbin", "spool", "srv", "sys", "tmp", "usr", "var"})
 
 
 def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_temporary_files_of_mlflow_are_in_the_home(stack: StackInfo) -> None:
     """In /tmp, another user could create links with the names of its lock files."""
     port = urlsplit(stack.tracking_uri).port
     (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
-    assert psutil.Process(pid).environ()["TMPDIR"] == str(stack.home / "tmp")
+    assert psutil.Process(pid).environ()["TMPDIR"] == str(stack.home / "mlflow-tmp")
 
 
 def test_the_page_of_mlflow_hides_the_disabled_assistant(stack: StackInfo, token: str) -> None:
