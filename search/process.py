@@ -8,7 +8,9 @@ import logging
 import math
 import multiprocessing
 import os
+import platform
 import signal
+import stat
 import sys
 import threading
 import time
@@ -37,13 +39,18 @@ EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
 
 
-def has_working_folder() -> bool:
-    """Return whether the working folder still exists."""
+def find_environment_fault() -> str | None:
+    """Return a fault of the environment with which no command can work, and its remedy; None if there is none."""
     try:
         os.getcwd()  # noqa: PTH109 only the error matters
     except OSError:
-        return False
-    return True
+        return "the working directory was deleted; change to an existing folder"
+    if platform.system() == "Linux" and not Path("/proc/self").exists():
+        return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
+    os.umask(umask := os.umask(0o077))
+    if umask & stat.S_IRWXU:
+        return f"the umask {umask:04o} closes new files to their owner; run umask 022 first"
+    return None
 
 
 def report_errors(work: Callable[[], int]) -> int:
@@ -51,7 +58,7 @@ def report_errors(work: Callable[[], int]) -> int:
     try:
         return work()
     except USER_ERRORS as error:
-        _print_error(escape_line(str(error)))
+        _print_error(find_environment_fault() or escape_line(str(error)))  # the objective may have deleted the folder
         return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except StudyNotFoundError:
         _print_error("another command has deleted the study; list the studies with hpsearch studies")

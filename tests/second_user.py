@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,13 +28,15 @@ def act_as_second_user(act: Callable[[], Any]) -> Any:
         try:
             _become_second_user()
             os.write(writer, json.dumps(act()).encode())
-        finally:
             os._exit(0)
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode())
+        finally:
+            os._exit(1)
     os.close(writer)
     with os.fdopen(reader) as answer:
         text = answer.read()
-    os.waitpid(pid, 0)
-    assert text, "the function failed as the second user"
+    assert os.waitpid(pid, 0)[1] == 0, f"the function failed as the second user: {text}"
     return json.loads(text)
 
 

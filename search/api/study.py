@@ -188,7 +188,7 @@ class Study:
         """Return the options of a fleet's workers; start the fork server, which imports modules in the background."""
         from hpsearch.search.worker.options import MAX_LOCAL_WORKERS
 
-        if not isinstance(workers, int) or not 0 <= workers <= MAX_LOCAL_WORKERS:
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MAX_LOCAL_WORKERS:
             raise SearchError(
                 f"{method.__name__}(workers={workers!r}) is invalid; give a number from 0 to {MAX_LOCAL_WORKERS}"
             )

@@ -23,7 +23,7 @@ from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
-    has_working_folder,
+    find_environment_fault,
     ignore_stop_signals,
     report_errors,
 )
@@ -45,8 +45,8 @@ COMMANDS = (
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    if not has_working_folder():  # otherwise each relative path fails with an error of its own
-        echo("hpsearch: the working directory was deleted; change to an existing folder", err=True)
+    if fault := find_environment_fault():  # otherwise each command fails with an error of its own
+        echo(f"hpsearch: {fault}", err=True)
         sys.exit(EXIT_USER_ERROR)
     sys.excepthook = _print_traceback
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         at = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SearchError(f"--spec {path}: {error.problem or error.context}{at}; correct the file") from None
     except (ValueError, yaml.YAMLError) as error:  # ValueError: TOML, or a number or date that Python cannot hold
-        detail = " ".join(str(error).split())
+        detail = re.sub(
+            "Cannot (overwrite a value|declare .* twice)", "a key appears twice", " ".join(str(error).split())
+        )
         raise SearchError(f"--spec {path}: {detail}") from None
     if values is None:
         raise SearchError(f"--spec {path} is empty; write settings such as 'n_trials: 20'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ def _read_csv(path: Path) -> Rows:
         rows = csv.reader(file, strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
+            if len(names) == 1 and (separator := re.search("[;\t]", names[0])):
+                raise _make_line_error(path, 1, f"the columns are separated by {separator[0]!r}; separate them by ','")
             if invalid := [name for name in names if not name or names.count(name) > 1]:
                 fault = f"column {invalid[0]!r} appears twice; rename one" if invalid[0] else "a column has no name"
                 raise _make_line_error(path, 1, fault)

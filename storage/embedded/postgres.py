@@ -182,9 +182,10 @@ def make_database_url(
     user: str, password: str, port: int, database: str, *, uid: int, application_name: str = ""
 ) -> str:
     """Return the URL of a database of an embedded server, whose processes have the user id `uid`."""
-    # The wheel's Postgres has no TLS; the explicit mode overrides the user's PGSSLMODE.
+    # The wheel's Postgres has neither TLS nor GSSAPI; the explicit modes override the user's PGSSLMODE, and keep libpq
+    # from reading a Kerberos cache, which may be a pipe of another user in /tmp.
     # With require_auth, libpq sends no password in clear text to another program that took the port.
-    query = f"sslmode=disable&require_auth=scram-sha-256&{make_embedded_query(uid)}"
+    query = f"sslmode=disable&gssencmode=disable&require_auth=scram-sha-256&{make_embedded_query(uid)}"
     query += f"&application_name={application_name}" if application_name else ""
     return build_url(user=user, password=password, host=LOOPBACK, port=port, database=database, query=query)
 

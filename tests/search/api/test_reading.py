@@ -162,6 +162,7 @@ def test_an_invalid_objective_is_rejected() -> None:
     ("how", "said"),
     [
         ({"worker": 2}, "run(worker=2): unknown argument; did you mean 'workers'?"),
+        ({"workers": True}, "run(workers=True) is invalid; give a number from 0 to 512"),
         ({"workers": "x"}, "run(workers='x') is invalid; give a number from 0 to 512"),
         ({"workers": 10**6}, "run(workers=1000000) is invalid; give a number from 0 to 512"),
         ({"workers": 0, "lease": "x"}, "lease must be a valid number, not 'x'"),

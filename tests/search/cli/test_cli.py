@@ -140,6 +140,8 @@ def test_a_mistake_is_an_error_of_one_line(
         ("objective = 'digits'\nstop_when = 3\n", ["unknown setting 'stop_when'", "'min_expected_gain'"]),
         ("objective = 'digits'\nsampler = 5\n", ["sampler is 5"]),
         ("objective = \n", ["--spec", "line 1"]),
+        ("n_trials = 3\nn_trials = 4\n", ["--spec", "a key appears twice (at line 2"]),
+        ("[sampler]\n[sampler]\n", ["--spec", "a key appears twice (at line 2"]),
         ("version = 2\nobjective = 'digits'\n", ["version", "2"]),
     ],
 )

@@ -81,6 +81,23 @@ def test_a_deleted_working_folder_is_an_error(
     assert capsys.readouterr() == ("", message)
 
 
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="unmounts /proc in a new namespace, as root")
+def test_an_unmounted_proc_is_an_error() -> None:
+    program = Path(sys.executable).with_name("hpsearch")
+    command = ["unshare", "--mount", "sh", "-c", f"umount -l /proc && exec {program} studies"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("hpsearch: /proc is not mounted")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_umask_that_closes_new_files_is_an_error() -> None:
+    program = Path(sys.executable).with_name("hpsearch")
+    ended = subprocess.run([program, "studies"], umask=0o777, capture_output=True, text=True, check=False)
+    message = "hpsearch: the umask 0777 closes new files to their owner; run umask 022 first\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", message)
+
+
 @pytest.mark.parametrize("command", [["studies"], ["doctor"]])
 def test_a_command_imports_no_module_of_the_working_folder(
     tmp_path: Path, database_url: str, command: list[str]

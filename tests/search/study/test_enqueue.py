@@ -82,6 +82,7 @@ def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> N
         ("kind\nc\n", "line 2: parameter 'kind' must be one of 'a', 'b', None, True, 3, not 'c'"),
         ("lr,witdh\n0.1,8\n", "line 2: parameter 'witdh' does not exist in Wide; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' appears twice"),
+        ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'; separate them by ','"),
         ("lr,\n0.1,\n", "line 1: a column has no name"),
         ("lr,width\n0.1\n", "line 2: the line has 1 cell, but line 1 has 2"),
         ("lr,kind\n0.1,a\n0.2,a\n1e-1,a\n", "line 4 repeats line 2"),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,20 @@ def test_variables_of_libpq_have_no_effect_on_the_embedded_server(
     assert all(os.environ[name] == value for name, value in _VARIABLES.items())  # for the code of objectives
     assert "PGTZ" in _make_connection_arguments(empty_database_url)[1]
     assert find_database_error(empty_database_url) is not None  # they stay in force for the user's own URLs
+
+
+def test_a_kerberos_cache_that_is_a_pipe_does_not_hang_the_embedded_server(
+    postgres_server: Any, empty_database_url: str, tmp_path: Path
+) -> None:
+    """libpq looks for tickets in a file of /tmp, which another user may have created."""
+    database = str(sa.make_url(empty_database_url).database)
+    url = make_database_url(OWNER, OWNER, postgres_server.port, database, uid=_find_uid(postgres_server.port))
+    os.mkfifo(tmp_path / "tickets")
+    code = (
+        "import sys; from hpsearch.storage.database.connect import find_database_error as e; sys.exit(e(sys.argv[1]))"
+    )
+    environment = {**os.environ, "KRB5CCNAME": f"FILE:{tmp_path / 'tickets'}"}
+    subprocess.run([sys.executable, "-c", code, url], env=environment, timeout=60, check=True)
 
 
 def test_both_ends_detect_a_lost_peer(database_url: str) -> None:
