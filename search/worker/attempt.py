@@ -163,7 +163,8 @@ class Attempt:
         session = self._session
         assert session is not None
         session.keep_best()
-        kept = self._tracked.publish(result, session.files)
+        with self._context.watchdog.limit("publishing the results"):
+            kept = self._tracked.publish(result, session.files)
         throughput = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
         if isinstance(decision := result.verdict.reason, Decision):
@@ -242,7 +243,8 @@ class Attempt:
         system = {} if metrics is None else measure_violations(spec, metrics)
         self._context.claims.finish_attempt(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
-        self._tracked.finish(outcome, reason, is_checkpoint_kept=kept)
+        with self._context.watchdog.limit("closing the run"):
+            self._tracked.finish(outcome, reason, is_checkpoint_kept=kept)
         return TrialEnd(outcome, reason)
 
     def _abandon(self, lost: ClaimLostError) -> None:

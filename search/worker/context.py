@@ -120,7 +120,7 @@ class WorkerContext:
         identity = worker_identity(options.device, options.world_size)
         self.registration = WorkerRegistration(study.engine, study.study_id, identity)
         heartbeat = Path(options.heartbeat) if options.heartbeat else None
-        self.watchdog = Watchdog(heartbeat, stall_factor=options.stall_factor)
+        self.watchdog = Watchdog(heartbeat, stall_factor=options.stall_factor, end_timeout=options.barrier_timeout)
         self.is_fleet_gone: Callable[[], bool] | None = None
         self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):

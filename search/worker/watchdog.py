@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpsearch.search.process import EXIT_UNAVAILABLE
@@ -25,13 +26,14 @@ class Watchdog:
     The pause before the first step of an attempt is ignored, because preparing data may take a long time.
 
     Args:
-        heartbeat: file to touch on progress, at most once per second.
+        heartbeat: file to touch on progress, at most once per second. None creates no file.
         stall_factor: the worker is considered stalled if there is no progress for this multiple of the attempt's
             longest pause. None disables the check.
+        end_timeout: seconds that a step of the end of a trial, such as the export of its model, may take.
     """
 
-    def __init__(self, heartbeat: Path | None = None, *, stall_factor: float | None = None) -> None:
-        self._file, self._stall_factor = heartbeat, stall_factor
+    def __init__(self, heartbeat: Path | None, *, stall_factor: float | None, end_timeout: float) -> None:
+        self._file, self._stall_factor, self._end_timeout = heartbeat, stall_factor, end_timeout
         self._touched_at = -_TOUCH_INTERVAL_SECONDS
         self._last = time.monotonic()
         self._longest = 0.0
@@ -67,6 +69,21 @@ class Watchdog:
     def stop_watching(self) -> None:
         """Stop monitoring the attempt."""
         self._release = None
+
+    @contextmanager
+    def limit(self, step: str) -> Iterator[None]:
+        """End this process, and release the trial, if a step of the end of a trial exceeds `end_timeout`."""
+        timer = threading.Timer(self._end_timeout, self._exit_hanging, [step])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _exit_hanging(self, step: str) -> None:
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        self.exit(f"{step} has not ended after {self._end_timeout:g} s (--barrier-timeout)")
 
     def _run(self) -> None:
         assert self._stall_factor is not None

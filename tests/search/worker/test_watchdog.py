@@ -1,0 +1,29 @@
+"""The end of a worker whose trial hangs after its training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_HANGS = """
+import sys, threading
+from hpsearch.search.worker.watchdog import Watchdog
+
+def export():
+    threading.Event().wait()
+
+watchdog = Watchdog(None, stall_factor=None, end_timeout=float(sys.argv[1]))
+watchdog.watch(lambda: print("released", flush=True))
+with watchdog.limit("publishing the results"):
+    pass
+with watchdog.limit("publishing the results"):
+    export()
+"""
+
+
+def test_an_export_that_hangs_releases_the_trial_and_ends_the_worker() -> None:
+    command = [sys.executable, "-c", _HANGS, "0.5"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "released\n")
+    assert "publishing the results has not ended after 0.5 s (--barrier-timeout)" in ended.stderr
+    assert "in export" in ended.stderr
