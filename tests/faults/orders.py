@@ -22,7 +22,12 @@ from typing import Any, ClassVar
 
 from hpsearch.kill_points import KILL_POINTS
 
-PLACES = {*KILL_POINTS, "training", "suggest", "loading"}  # the last three are places in the objectives of the tests
+# The places in the objectives of the tests follow the steps of the product.
+PLACES = {
+    *KILL_POINTS,
+    *("prepare", "suggest", "data", "model", "before the first step", "loading", "training", "evaluation"),
+    "before report",
+}
 OUTSIDE = -1  # no trial: for points of a command outside of trials
 
 

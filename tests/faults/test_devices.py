@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import optuna
@@ -22,6 +24,13 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("devices")]
 
 AWAY = 1  # the exit code of a worker that lost one of its processes
+HANGING = str(Path(__file__).with_name("hanging.py"))
+# Seconds of the timeouts in the tests of hangs: heartbeats detect a frozen rank, and only a collective one that waits.
+TIMEOUTS = {
+    "freeze": (10.0, {"HPSEARCH_COLLECTIVE_TIMEOUT": "10"}),
+    "hang": (20.0, {"HPSEARCH_COLLECTIVE_TIMEOUT": "20", "HPSEARCH_BARRIER_TIMEOUT": "20"}),
+}
+BUSY_SECONDS = 20.0  # for a machine with other work, on top of the 10 s in which the launcher ends the ranks
 
 Values = list[list[float]]
 
@@ -192,6 +201,105 @@ def test_a_frozen_rank_is_killed_with_the_others(arena: Arena, together: dict[in
     expected = undisturbed(arena, together, 6)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, count)
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * count
+
+
+# Points of a trial, in its order, that each rank reaches. `data` runs once per process, so it is the first.
+HANGS = {
+    0: [
+        {"point": "data"},
+        {"point": "model"},
+        {"point": "before the first step"},
+        {"point": "training", "epoch": 1, "nth": 2},
+        {"point": "evaluation", "epoch": 1},
+        {"point": "save checkpoint", "nth": 2},
+        {"point": "report", "nth": 2},
+        {"point": "publish run"},
+        {"point": "finish run"},
+    ],
+    1: [
+        {"point": "data"},
+        {"point": "model"},
+        {"point": "before the first step"},
+        {"point": "training", "epoch": 1, "nth": 2},
+        {"point": "evaluation", "epoch": 1},
+        {"point": "train epoch", "nth": 2, "when": "after"},
+        {"point": "receive job", "when": "after"},
+    ],
+}
+# While rank 0 publishes and ends a trial, the other ranks wait for a job without a timeout. Their heartbeats detect if
+# rank 0 is suspended, and nothing detects if it waits forever.
+WITHOUT_TIMEOUT = ("publish run", "finish run")
+
+
+def hang(arena: Arena, objective: str, orders: list[Order], **more: str) -> None:
+    """Run a worker per order until it ends, and assert that it ends in time after the order."""
+    arena.create(1 + max(order.trial for order in orders), orders, objective=f"{HANGING}:{objective}")
+    shutil.rmtree(arena.home / "prepared", ignore_errors=True)  # the check before the study has made it
+    for trial in sorted({order.trial for order in orders}):
+        of_trial = [index for index, order in enumerate(orders) if order.trial == trial]
+        at = orders[of_trial[0]]
+        timeout, timeouts = TIMEOUTS[at.action]
+        worker = arena.start(HPSEARCH_DEVICES="2", **timeouts, **more)
+        wait_for(
+            lambda: arena.poll_workers() or worker.ended or any(map(arena.has_obeyed, of_trial)),  # noqa: B023 at once
+            f"a rank to obey {at}",
+        )
+        began = time.monotonic()
+        assert any(map(arena.has_obeyed, of_trial)), arena.describe_failure(str(at))
+        wait_for(lambda: arena.poll_workers() or worker.ended, f"the worker to end after {at}")  # noqa: B023 as above
+        print(f"rank {at.rank}, {at.action} at {at.point}: ended after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < timeout + 10 + BUSY_SECONDS, at
+        assert worker.exit_code == AWAY, arena.describe_failure(str(at))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)  # each of the points takes a start, a timeout and the end of the launcher
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", ["freeze", "hang"])
+def test_a_hang_of_any_rank_at_any_point_ends_the_attempt_in_time(
+    arena: Arena, together: dict[int, Values], action: str, rank: int
+) -> None:
+    """A frozen rank is suspended; a hanging one waits forever, while its threads continue."""
+    points = [at for at in HANGS[rank] if action == "freeze" or at["point"] not in WITHOUT_TIMEOUT]
+    orders = [Order(action=action, trial=trial, rank=rank, **at) for trial, at in enumerate(points)]
+    hang(arena, "Hanging", orders)
+    work(arena)
+    expected = undisturbed(arena, together, len(orders))
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, len(orders))
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(orders)
+
+
+@pytest.mark.soak
+def test_a_hang_while_a_rank_writes_its_shards_ends_the_attempt_in_time(
+    arena: Arena, together_in_parts: dict[int, Values]
+) -> None:
+    orders = [Order("write shards", action, trial=n, nth=2, rank=1) for n, action in enumerate(["freeze", "hang"])]
+    hang(arena, "Hanging", orders, **IN_PARTS)
+    work(arena, **IN_PARTS)
+    expected = undisturbed(arena, together_in_parts, 2, **IN_PARTS)
+    trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, 2)
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * 2
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_frozen_in_prepare_is_killed_with_the_others(arena: Arena, together: dict[int, Values]) -> None:
+    """One rank prepares, whichever comes first, and the other waits for its lock."""
+    hang(arena, "Preparing", [Order("prepare", "freeze", trial=0, rank=rank) for rank in range(2)])
+    work(arena)
+    (trial,) = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 1), 1)
+    assert trial.outcomes == ["lost", "complete"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_custom_loop_that_hangs_before_its_report_ends_in_time(arena: Arena, rank: int) -> None:
+    actions = ["freeze", "hang"]
+    orders = [Order("before report", action, trial=n, nth=2, rank=rank) for n, action in enumerate(actions)]
+    hang(arena, "OwnLoop", orders)
+    work(arena)
+    trials = read_trials(arena.storage_url, arena.name)
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * 2
+    assert [t.values for t in trials] == [{epoch: float(epoch) for epoch in range(4)}] * 2
 
 
 @pytest.mark.soak
