@@ -1,4 +1,7 @@
-"""An objective with steps of STEP_SECONDS, so that an engine has time to kill or stop its workers."""
+"""An objective with steps of STEP_SECONDS, so that an engine has time to kill or stop its workers.
+
+Each worker needs START_SECONDS before its first step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from hpsearch import Dataset, TrainConfig
+from hpsearch import Dataset, Splits, TrainConfig
 from tests.faults.scripted import Scripted
 
 
@@ -21,6 +24,10 @@ class Slow(nn.CrossEntropyLoss):
 
 class Paced(Scripted):
     name = "paced"
+
+    def data(self, seed: int) -> Splits:
+        time.sleep(float(os.environ.get("START_SECONDS", "0")))
+        return super().data(seed)
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         return Slow()

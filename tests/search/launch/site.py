@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import optuna
+import psutil
 
 from docs.packages import ROOT
 from hpsearch.redaction import redact
 from hpsearch.storage.web.token import find_token
+from tests.waiting import PATIENCE
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
@@ -64,3 +70,25 @@ class Site:
     def states(self, name: str) -> list[str]:
         study = optuna.load_study(study_name=name, storage=self.full_url)
         return [trial.state.name for trial in study.get_trials(deepcopy=False)]
+
+    def list_active_workers(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the identity of each worker that `top` shows as active, by the name of the worker."""
+        rows = json.loads(self("top", name, "--json"))["workers"]
+        return {row["identity"]["name"]: row["identity"] for row in rows if row["state"] in {"running", "idle"}}
+
+    def wait_for_fleet(
+        self, name: str, size: int, *, without: Collection[str] = (), after: str = "the start", seconds: float = 60.0
+    ) -> None:
+        """Wait until a study has `size` active workers and none of `without`, which the engine started in `seconds`.
+
+        A new process needs most of its time to load libraries on a busy machine, so this time does not count.
+        """
+        began, end = time.time(), time.monotonic() + PATIENCE
+        while len(active := self.list_active_workers(name)) != size or active.keys() & set(without):
+            assert time.monotonic() < end, f"{len(active)} of {size} workers {PATIENCE:.0f} s after {after}"
+            time.sleep(0.5)  # until a condition holds
+        last = max(psutil.Process(each["pid"]).create_time() for each in active.values()) - began
+        print(
+            f"after {after}: last process started after {last:.0f} s, {size} workers after {time.time() - began:.0f} s"
+        )
+        assert last < seconds, after

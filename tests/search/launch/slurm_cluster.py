@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -36,8 +37,10 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=30
-KillWait=20
+SlurmdTimeout={slurmd_timeout}
+KillWait={kill_wait}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -45,7 +48,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
@@ -88,6 +92,15 @@ class Cluster:
         """Return the logs of a study's tasks."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"hpsearch-{name}-*.log")))
 
+    def lose(self, node: str) -> None:
+        """Kill a node's daemon and all its processes at once."""
+        in_steps = _list_processes(self.folder, node)
+        steps = {parent for each in in_steps for parent in each.parents() if parent.name().startswith("slurmstepd")}
+        lost = [psutil.Process(self.daemons[node].pid), *steps, *in_steps]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # first suspended: a step would report the end of its script
+            for process in lost:
+                process.send_signal(number)
+
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not condition():
@@ -106,8 +119,14 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """Run a cluster in a folder during the block; end all its processes after it."""
+def slurm_cluster(folder: Path, *, kill_wait: int = 20, slurmd_timeout: int = 30) -> Iterator[Cluster]:
+    """Run a cluster in a folder during the block; end all its processes after it.
+
+    Args:
+        folder: folder for the configuration, state and logs of the cluster.
+        kill_wait: seconds from SIGTERM to SIGKILL. A job in the partition `urgent` preempts jobs in `all`.
+        slurmd_timeout: seconds without an answer after which a node is lost.
+    """
     cluster = Cluster(folder)
     controller, *ports = _free_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]
@@ -118,7 +137,8 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "state").mkdir()
     for name in NODES:
         (folder / f"spool-{name}").mkdir()
-    (folder / "slurm.conf").write_text(_CONF.format(host=host, port=controller, folder=folder, nodes=nodes))
+    values = {"kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout, "nodes": nodes}
+    (folder / "slurm.conf").write_text(_CONF.format(host=host, port=controller, folder=folder, **values))
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
@@ -135,8 +155,7 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
         cluster.wait(lambda: _tried(cluster, *up) == str(len(NODES)), "the nodes", 60)
         yield cluster
     finally:
-        mine = [process for process in psutil.process_iter() if _is_of(process, folder)]
-        for process in mine:
+        for process in _list_processes(folder):
             process.kill()
         for daemon in cluster.daemons.values():
             daemon.kill()
@@ -148,9 +167,16 @@ def _tried(cluster: Cluster, *command: str) -> str:
     return done.stdout.strip()
 
 
-def _is_of(process: psutil.Process, folder: Path) -> bool:
-    """Return whether a process is a Slurm step or in one: these survive a killed daemon."""
+def _list_processes(folder: Path, node: str | None = None) -> list[psutil.Process]:
+    """Return the steps of the cluster and the processes in them, parents first."""
+    return [process for process in psutil.process_iter() if _is_of(process, folder, node)]
+
+
+def _is_of(process: psutil.Process, folder: Path, node: str | None = None) -> bool:
+    """Return whether a process is a Slurm step or in one, of any or one node: these survive a killed daemon."""
     try:
-        return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid()
+        environment = process.environ()
+        is_of_node = node is None or environment.get("SLURMD_NODENAME") == node
+        return is_of_node and environment.get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid()
     except psutil.Error:
         return False
