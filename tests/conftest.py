@@ -80,7 +80,7 @@ shutil.rmtree(homes[0].parent, ignore_errors=True)
 
 # Home folders are in memory where it is large enough. Databases consist of hundreds of files, and ext4 searches for a
 # free inode among all that were deleted in the last minutes, which took half of the CPU time of the tests.
-_MEMORY = Path("/dev/shm")  # noqa: S108 the folders in it have random names and belong to this user
+_MEMORY = Path("/dev/shm")
 _is_large = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * 2**30
 _PARENT = _MEMORY if _is_large else None
 
@@ -114,6 +114,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for quick runs and for CI."""
     parser.addoption("--quick", action="store_true", help="only tests of a moment: no stack, no search, no processes")
     parser.addoption("--soak", action="store_true", help="the soaks too: repetitions, whole deployments")
+    parser.addoption(
+        "--long", action="store_true", help="the tests too that wait for many timeouts, for an hour in all"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -152,7 +155,7 @@ def pytest_collection_finish() -> None:
 
 
 def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
-    if not config.getoption("--soak") and item.get_closest_marker("soak"):
+    if any(item.get_closest_marker(name) and not config.getoption(f"--{name}") for name in ("soak", "long")):
         return False
     return not config.getoption("--quick") or _is_quick(item)
 

@@ -68,8 +68,8 @@ class WorkerOptions(Options):
         default=1800.0,
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
-        description="Seconds that a trial's devices wait for one that loads data, evaluates, reports or saves, and that "
-        "a worker may take to export a model and publish the results",
+        description="Seconds that a trial's devices wait for one that loads data, evaluates, reports or saves, and "
+        "that a worker may take to export a model and publish the results",
     )
     grace: Number = Field(
         default=DEFAULT_GRACE_SECONDS,

@@ -269,6 +269,7 @@ class Arena:
         *,
         meanwhile: Callable[[list[Worker]], None] = lambda _: None,
         codes: tuple[int, ...] = (-signal.SIGKILL,),
+        patience: float = PATIENCE,
         **more: str,
     ) -> None:
         """Keep `slots` workers running until each has exited because no work is left.
@@ -277,10 +278,11 @@ class Arena:
             slots: number of concurrent workers. A worker that was killed or drained is replaced by another.
             meanwhile: is called repeatedly with the running workers.
             codes: exit codes, in addition to 0, after which a worker is replaced by another.
+            patience: seconds after which the search has failed.
             more: environment of the workers.
         """
         running = [self.start(**more) for _ in range(slots)]
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while running:
             assert time.monotonic() < deadline, self.describe_failure("the study does not end")
             self.poll_workers()

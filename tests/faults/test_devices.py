@@ -226,9 +226,6 @@ HANGS = {
         {"point": "receive job", "when": "after"},
     ],
 }
-# While rank 0 publishes and ends a trial, the other ranks wait for a job without a timeout. Their heartbeats detect if
-# rank 0 is suspended, and nothing detects if it waits forever.
-WITHOUT_TIMEOUT = ("publish run", "finish run")
 
 
 def hang(arena: Arena, objective: str, orders: list[Order], **more: str) -> None:
@@ -252,7 +249,7 @@ def hang(arena: Arena, objective: str, orders: list[Order], **more: str) -> None
         assert worker.exit_code == AWAY, arena.describe_failure(str(at))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # each of the points takes a start, a timeout and the end of the launcher
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("action", ["freeze", "hang"])
@@ -260,8 +257,7 @@ def test_a_hang_of_any_rank_at_any_point_ends_the_attempt_in_time(
     arena: Arena, together: dict[int, Values], action: str, rank: int
 ) -> None:
     """A frozen rank is suspended; a hanging one waits forever, while its threads continue."""
-    points = [at for at in HANGS[rank] if action == "freeze" or at["point"] not in WITHOUT_TIMEOUT]
-    orders = [Order(action=action, trial=trial, rank=rank, **at) for trial, at in enumerate(points)]
+    orders = [Order(action=action, trial=trial, rank=rank, **at) for trial, at in enumerate(HANGS[rank])]
     hang(arena, "Hanging", orders)
     work(arena)
     expected = undisturbed(arena, together, len(orders))
@@ -269,7 +265,7 @@ def test_a_hang_of_any_rank_at_any_point_ends_the_attempt_in_time(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(orders)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_hang_while_a_rank_writes_its_shards_ends_the_attempt_in_time(
     arena: Arena, together_in_parts: dict[int, Values]
 ) -> None:
@@ -281,7 +277,7 @@ def test_a_hang_while_a_rank_writes_its_shards_ends_the_attempt_in_time(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * 2
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_rank_that_is_frozen_in_prepare_is_killed_with_the_others(arena: Arena, together: dict[int, Values]) -> None:
     """One rank prepares, whichever comes first, and the other waits for its lock."""
     hang(arena, "Preparing", [Order("prepare", "freeze", trial=0, rank=rank) for rank in range(2)])
@@ -290,7 +286,7 @@ def test_a_rank_that_is_frozen_in_prepare_is_killed_with_the_others(arena: Arena
     assert trial.outcomes == ["lost", "complete"]
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_custom_loop_that_hangs_before_its_report_ends_in_time(arena: Arena, rank: int) -> None:
     actions = ["freeze", "hang"]

@@ -14,6 +14,7 @@ import pytest
 
 from tests.faults.harness import Arena, Worker
 from tests.faults.invariants import assert_equals_undisturbed
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("trainings")]
 
@@ -51,20 +52,25 @@ class Preemptions:
             self.due[worker.pid] = -now if number == signal.SIGTERM else math.inf
 
 
-@pytest.mark.parametrize("n_trials", [12])
+@pytest.mark.parametrize(
+    ("n_trials", "share", "number"),
+    [(12, 0.5, 1), pytest.param(440, 0.2, 1000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])],
+)
 def test_preemptions_fail_no_trial_and_change_no_value(
-    arena: Arena, undisturbed: Callable[[int], list[list[float]]], n_trials: int
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], n_trials: int, share: float, number: int
 ) -> None:
-    """A worker is preempted after about half of the time that it needs to start and to train a trial."""
+    """A worker is preempted after a share, on average, of the time that it needs to start and to train a trial."""
     quiet = arena.make_quiet_arena()
     quiet.create(1, [])
     began = time.monotonic()
     quiet.work(1, PACE="0.1")
     arena.create(n_trials, [])
-    preemptions = Preemptions(seed=1, mean_seconds=(time.monotonic() - began) / 2)
-    arena.work(4, meanwhile=preemptions, codes=(-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), PACE="0.1")
+    preemptions = Preemptions(seed=1, mean_seconds=share * (time.monotonic() - began))
+    codes = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+    arena.work(4, meanwhile=preemptions, codes=codes, patience=PATIENCE + 10 * n_trials, PACE="0.1")
     quiet.close()
     values = undisturbed(n_trials)
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, values, n_trials)
     print(dict(preemptions.done), Counter(outcome for trial in trials for outcome in trial.outcomes))
     assert {trial.state for trial in trials} == {"COMPLETE"}
+    assert preemptions.done.total() >= number
