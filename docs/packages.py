@@ -61,7 +61,7 @@ PACKAGES = (
     *("objectives.training.trainer", "objectives.training.folds_trainer"),
     "objectives.training.checks",
     *("objectives.custom_loop", "objectives.adapters", "objectives.fit"),
-    *("objectives.loading", "objectives.template"),
+    *("objectives.references", "objectives.loading", "objectives.template"),
     "objectives.builtin",
     # search: the service
     "search",

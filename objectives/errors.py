@@ -176,6 +176,28 @@ def keep_recursion_limit() -> Iterator[None]:
 
 
 @contextmanager
+def keep_streams() -> Iterator[None]:
+    """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to."""
+    kept = [
+        (name, getattr(sys, name), os.dup(descriptor), descriptor)
+        for descriptor, name in ((1, "stdout"), (2, "stderr"))
+    ]
+    try:
+        yield
+    finally:
+        for name, former, copy, descriptor in kept:
+            try:
+                getattr(sys, name).flush()
+            except Exception:  # closed, None, or an object without this method
+                if getattr(former, "closed", False):
+                    os.dup2(copy, descriptor)
+                    setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115 stays open
+                else:
+                    setattr(sys, name, former)
+            os.close(copy)
+
+
+@contextmanager
 def wrap_user_errors(what: str) -> Iterator[None]:
     """Convert errors of the objective's code to an ObjectiveError; the message has `what` and the user's file and line.
 

@@ -7,14 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import os
-import shlex
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,29 +26,19 @@ from hpsearch.objectives.errors import (
     format_user_error,
     get_message,
     keep_recursion_limit,
+    keep_streams,
     suggest_names,
     wrap_user_errors,
 )
 from hpsearch.objectives.private_folders import use_private_compiler_cache
-
-BUILTIN: dict[str, str] = {
-    "digits": "hpsearch.objectives.builtin.digits:Digits",
-    "breast_cancer": "hpsearch.objectives.builtin.breast_cancer:BreastCancer",
-    "text": "hpsearch.objectives.builtin.text:Text",
-    "molecules": "hpsearch.objectives.builtin.molecules:Molecules",
-    "gan": "hpsearch.objectives.builtin.gan:Gan",
-    "denoise": "hpsearch.objectives.builtin.denoise:Denoise",
-    "language": "hpsearch.objectives.builtin.language:Language",
-    "series": "hpsearch.objectives.builtin.series:Series",
-}
-
-
-_FORMER_PATHS = {path.replace("hpsearch.objectives.builtin.", "objectives."): name for name, path in BUILTIN.items()}
-
-
-def normalize_reference(reference: str) -> str:
-    """Replace the former module path of a built-in objective by its name; return other references unchanged."""
-    return _FORMER_PATHS.get(reference, reference)
+from hpsearch.objectives.references import (
+    BUILTIN,
+    describe_unknown_reference,
+    has_kind,
+    normalize_reference,
+    split_file_reference,
+    suggest_file,
+)
 
 
 def load_objective(reference: str) -> BaseObjective:
@@ -90,7 +78,7 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             "and a LoopObjective needs suggest and run"
         )
     try:
-        with keep_recursion_limit(), _keep_streams():
+        with keep_recursion_limit(), keep_streams():
             objective = cls()
     except KeyboardInterrupt:
         raise
@@ -109,7 +97,7 @@ def objective_reference(reference: str) -> str:
     """
     cls = _find_class(reference)
     reference = normalize_reference(reference)
-    if reference in BUILTIN or (file := _file_reference(reference)) is None:
+    if reference in BUILTIN or (file := split_file_reference(reference)) is None:
         return reference
     return f"{file[0].resolve()}:{cls.__name__}"
 
@@ -125,88 +113,20 @@ def source_hash(objective: BaseObjective) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def is_file_reference(reference: str) -> bool:
-    """Return whether a reference is a path to a file, and not a built-in name or a module."""
-    return _file_reference(reference) is not None
-
-
-def locate_source(reference: str) -> Path | None:
-    """Return the file that a reference would import, without importing it; None if there is no such file."""
-    return files[-1].resolve() if (files := locate_sources(reference)) else None
-
-
-def locate_sources(reference: str) -> list[Path]:
-    """Return the files that a reference would import, without importing them; empty if the last file is missing.
-
-    Before the file of the objective, a module has the `__init__.py` of its packages, because they run first. Links in
-    the absolute paths are not resolved.
-    """
-    reference = normalize_reference(reference)
-    reference = BUILTIN.get(reference, reference)
-    if (file := _file_reference(reference)) is not None:
-        return [file[0].absolute()] if _has_kind(file[0], stat.S_ISREG) else []
-    parts, spec, folders, files = reference.partition(":")[0].split("."), None, None, list[Path | None]()
-    if not all(parts):
-        return []
-    for number in range(1, len(parts) + 1):
-        spec, folders = _find_spec(".".join(parts[:number]), folders)
-        if spec is None and not folders:
-            return []
-        origin = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-        files.append(origin.absolute() if origin is not None and origin.is_file() else None)
-    return [file for file in files if file is not None] if files[-1] is not None else []
-
-
-def _find_spec(name: str, folders: list[str] | None) -> tuple[ModuleSpec | None, list[str]]:
-    """Return the spec of a module and the folders of its submodules.
-
-    Unlike `importlib.util.find_spec`, this imports no parent package.
-    """
-    spec = None
-    try:
-        for finder in sys.meta_path:
-            if (spec := finder.find_spec(name, folders)) is not None:
-                break
-        if spec is None and folders is None:
-            spec = PathFinder.find_spec(name, [str(Path.cwd())])
-        return spec, [] if spec is None else [*(spec.submodule_search_locations or ())]
-    except KeyError:  # a namespace package below a package that is not imported
-        return None, [str(path) for folder in folders or () if (path := Path(folder, name.rpartition(".")[2])).is_dir()]
-
-
 def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> type[BaseObjective]:
     use_private_compiler_cache()  # the code may compile models itself
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
-    if (file := _file_reference(reference)) is not None:
+    if (file := split_file_reference(reference)) is not None:
         path, name = file
         module = _import_file(path, checked)
         return _named_class(module, name, format_path(path)) if name else _only_class(module, path)
     module_name, _, name = reference.partition(":")
     if not name:
-        raise ObjectiveError(_describe_unknown_reference(reference))
+        raise ObjectiveError(describe_unknown_reference(reference))
     if reference not in BUILTIN.values():
         _search_first(Path.cwd())
     return _named_class(_import_module(module_name), name, module_name)
-
-
-def _describe_unknown_reference(reference: str) -> str:
-    if "." in reference:
-        return f"objective {reference!r} is incomplete; write package.module:Class, or a path that ends in .py"
-    if _has_kind(Path(f"{reference}.py"), stat.S_ISREG):
-        return f"unknown objective {reference!r}; did you mean the file {reference}.py?"
-    return f"unknown objective {reference!r}; {suggest_names(reference, list(BUILTIN))}"
-
-
-def _file_reference(reference: str) -> tuple[Path, str] | None:
-    """Return the file and the class name (may be empty) of a reference to a file; None for other references."""
-    head, _, name = reference.rpartition(":")
-    path, name = (head, name) if head and not name.endswith(".py") else (reference, "")
-    if Path(path).suffix != ".py" and os.sep not in path:
-        return None
-    with suppress(RuntimeError):  # `~USER` of an unknown user is not a home folder
-        return Path(path).expanduser(), name
-    return Path(path), name
 
 
 def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleType:
@@ -215,11 +135,11 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
     The file can import modules of the working folder, unless this belongs to another user: libraries try to import
     packages that are not installed.
     """
-    if not _has_kind(path, stat.S_ISREG):
-        if _has_kind(path, lambda _: True):
+    if not has_kind(path, stat.S_ISREG):
+        if has_kind(path, lambda _: True):
             kind = "a folder" if path.is_dir() else "not a regular file"
             raise ObjectiveError(f"{format_path(path)} is {kind}; give a file of Python code")
-        raise ObjectiveError(f"file {format_path(path)} does not exist; {_suggest_file(path)}")
+        raise ObjectiveError(f"file {format_path(path)} does not exist; {suggest_file(path)}")
     path = path.resolve()
     with _wrap_import_errors(path):
         content = path.read_bytes()
@@ -270,24 +190,6 @@ def require_no_import(what: str) -> None:
         )
 
 
-def _has_kind(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether the path is that of a file of a kind; False if the system does not accept the path."""
-    try:
-        return is_kind(path.stat().st_mode)
-    except (OSError, ValueError):  # such as a name of more than 255 bytes
-        return False
-
-
-def _suggest_file(path: Path) -> str:
-    """Return the objective with a similar name that a missing file may mean, else the command that creates the file."""
-    known = {f"{name}.py": name for name in BUILTIN}
-    with suppress(OSError):
-        known |= {entry.name: str(entry) for entry in path.parent.iterdir() if entry.suffix == ".py"}
-    if close := get_close_matches(path.name, known, n=1, cutoff=0.8):
-        return f"did you mean {known[close[0]]!r}?"
-    return f"create it with: hpsearch init {shlex.quote(path.name)}"
-
-
 def _has_same_owner(folder: Path, file: Path) -> bool:
     """Return whether a folder belongs to this user, root or the owner of the file, and is not writable for all."""
     status = folder.stat()
@@ -314,7 +216,7 @@ def _import_module(name: str) -> ModuleType:
 @contextmanager
 def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
-        with keep_recursion_limit(), _keep_streams():
+        with keep_recursion_limit(), keep_streams():
             yield
     except (ObjectiveError, KeyboardInterrupt):
         raise
@@ -327,26 +229,6 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
         raise ObjectiveError(text) from error
 
 
-@contextmanager
-def _keep_streams() -> Iterator[None]:
-    """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to."""
-    kept = [(name, getattr(sys, name), os.dup(descriptor), descriptor) for descriptor, name in _STREAMS.items()]
-    try:
-        yield
-    finally:
-        for name, former, copy, descriptor in kept:
-            try:
-                getattr(sys, name).flush()
-            except Exception:  # closed, None, or an object without this method
-                if getattr(former, "closed", False):
-                    os.dup2(copy, descriptor)
-                    setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115 stays open
-                else:
-                    setattr(sys, name, former)
-            os.close(copy)
-
-
-_STREAMS = {1: "stdout", 2: "stderr"}
 _IMPORT_LOCK = threading.RLock()
 _IMPORTED: list[Path] = []  # files that are being imported, under this lock
 _SEARCH_FOLDERS: list[str] = []  # folders of objectives that were added to sys.path

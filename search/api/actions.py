@@ -9,7 +9,7 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.loading import BUILTIN
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.search.api.opening import sync_mlflow_promotions
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report import write_report

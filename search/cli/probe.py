@@ -18,7 +18,8 @@ import optuna
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, format_path
-from hpsearch.objectives.loading import BUILTIN, load_objective, locate_source, normalize_reference
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.references import BUILTIN, locate_source, normalize_reference
 from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command

@@ -153,7 +153,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
     'trust' also allows its sampler from OptunaHub, --tensorboard and --wandb.
     """
-    from hpsearch.objectives.loading import BUILTIN
+    from hpsearch.objectives.references import BUILTIN
     from hpsearch.search.api.opening import open_study
     from hpsearch.search.errors import SearchError
     from hpsearch.search.study.trust import read_code

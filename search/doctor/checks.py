@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
-from hpsearch.objectives.loading import locate_source
+from hpsearch.objectives.references import locate_source
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.cores_and_gpus import count_cores

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.loading import BUILTIN
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.search.console import format_command, format_number, pluralize
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.report.importances import compute_importances

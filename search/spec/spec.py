@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
 from hpsearch.former_names import translate_spec
-from hpsearch.objectives.loading import normalize_reference
 from hpsearch.objectives.model_metric_names import get_metric_value
+from hpsearch.objectives.references import normalize_reference
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.hyperband_and_asha import ASHA

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpsearch.objectives.loading import BUILTIN, is_file_reference, locate_sources
+from hpsearch.objectives.references import BUILTIN, is_file_reference, locate_sources
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hpsearch.objectives.base_objective import BaseObjective as BaseObjective
     from hpsearch.objectives.custom_loop.loop_objective import LoopObjective as LoopObjective
     from hpsearch.objectives.errors import ObjectiveError as ObjectiveError
-    from hpsearch.objectives.loading import BUILTIN as BUILTIN
     from hpsearch.objectives.loading import load_objective as load_objective
     from hpsearch.objectives.loading import objective_reference as objective_reference
     from hpsearch.objectives.loading import source_hash as source_hash
     from hpsearch.objectives.objective import Objective as Objective
+    from hpsearch.objectives.references import BUILTIN as BUILTIN
     from hpsearch.objectives.training.config import TrainConfig as TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch as Batch
     from hpsearch.objectives.training.data.dataset import Dataset as Dataset

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpsearch import LoopObjective, ObjectiveError, load_objective
-from hpsearch.objectives.loading import BUILTIN
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.resolve import check_settings
 from hpsearch.search.study.control import extend_study

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpsearch import Dataset, ObjectiveError, Splits, load_objective
-from hpsearch.objectives.loading import BUILTIN
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.objectives.training.data.leakage import find_leaks
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.loading import locate_source
+from hpsearch.objectives.references import locate_source
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command, steer
 from hpsearch.search.errors import SearchError
