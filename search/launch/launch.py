@@ -108,8 +108,8 @@ class LaunchConfig:
         for name, text in (("--home", self.home), ("--command", " ".join(self.command)), ("this folder", self.folder)):
             if text and not text.isprintable():
                 raise SearchError(f"{name} {text!r} contains an unprintable character; choose another value")
-            if text and text.endswith("\\"):  # it would join the line of a file with the next line
-                raise SearchError(f"{name} {text!r} ends with a backslash; choose another value")
+        if self.engine == "systemd" and self.folder.endswith("\\"):  # systemd would join the next line
+            raise SearchError(f"this folder {self.folder!r} ends with a backslash; change to another folder")
 
     def _check_gpus(self) -> None:
         gpus = self.gpus

@@ -148,7 +148,7 @@ def test_a_library_of_cuda_loads_no_file_of_the_working_folder(tmp_path: Path) -
     assert not (folder / "loaded").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # compiles for half a minute
 def test_the_compiler_imports_no_modules_of_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "ctypes.py").write_text("open('imported', 'w')\nraise ImportError")
     home = tmp_path / "home"

@@ -47,7 +47,7 @@ BAD = [
     ({"storage_url": "sqlite:///x.db"}, ["--storage-url", "sqlite"]),
     ({"storage_url": "postgresql://u@h/d\nx"}, ["--storage-url"]),
     ({"home": "/a\nb"}, ["--home"]),
-    ({"home": "/a\\"}, ["--home", "backslash"]),
+    ({"folder": "/a\\", "engine": "systemd"}, ["this folder", "backslash"]),
     ({"folder": "/a\x1b"}, ["folder"]),
 ]
 

@@ -420,7 +420,7 @@ class TestAsRoot:
         assert not user.can_read(old.data_folder / "pg_hba.conf")
         assert not user.can_read(Path(f"/proc/{running.pid}/environ"))
 
-    def test_data_of_earlier_versions_are_handed_over(self, old: EmbeddedPostgres, tmp_path: Path) -> None:
+    def test_data_of_earlier_versions_are_handed_over(self, old: EmbeddedPostgres) -> None:
         port, earlier = old.read_port(), pwd.getpwnam("nobody")
         assert port is not None
         with _connect(old, port).cursor() as cursor:
@@ -428,13 +428,14 @@ class TestAsRoot:
         old.stop()
         for path in (old.data_folder, *old.data_folder.rglob("*")):
             os.chown(path, earlier.pw_uid, earlier.pw_gid, follow_symlinks=False)
-        (tmp_path / "of-root").touch()
-        os.link(tmp_path / "of-root", old.data_folder / "linked")
-        (old.data_folder / "link").symlink_to(tmp_path / "of-root")
+        of_root = old.data_folder.parents[1] / "of-root"  # a hard link needs the same file system
+        of_root.touch()
+        os.link(of_root, old.data_folder / "linked")
+        (old.data_folder / "link").symlink_to(of_root)
         assert old.start(port) == port
         (old.data_folder / "linked").unlink()
         (old.data_folder / "link").unlink()
-        assert (tmp_path / "of-root").stat().st_uid == 0
+        assert of_root.stat().st_uid == 0
         owners = {path.lstat().st_uid for path in (old.data_folder, *old.data_folder.rglob("*"))}
         assert owners == {find_account(old.data_folder).uid}
         assert owners.isdisjoint({0, earlier.pw_uid})
