@@ -7,8 +7,9 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -136,12 +137,26 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's
         with Path(self.path, ".metadata").open("rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != str(info.relative_path):
+                raise pickle.UnpicklingError(f"shard {str(info.relative_path)!r} is not in the folder of the metadata")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):  # the unpickler in C has no way to check BUILD
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Set attributes of an object: of a class or an enumeration, this would change the whole process."""
+        target = type(self.stack[-2])  # type: ignore[attr-defined]
+        if (target.__module__, target.__name__) not in _TYPES or not is_dataclass(target):
+            raise pickle.UnpicklingError(f"attributes of {target.__name__} are not allowed in the metadata of shards")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         is_torch_type = module == "torch" and isinstance(getattr(torch, name, None), _TORCH_TYPES)
         if (module, name) not in _TYPES and not is_torch_type:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import logging
+import pathlib
 import pickle
 import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hpsearch import Trainer
 from hpsearch.objectives.training.reproducibility import checkpoint
@@ -140,6 +142,47 @@ class Touch:
         return (open, (str(self.path), "w"))
 
 
+def _name(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+_TEXT = b"X\x04\x00\x00\x00evil"
+_SET = b"N}" + _TEXT + _TEXT + b"s\x86b"  # sets the attribute `evil`
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        _name("pathlib", "PosixPath") + _SET,
+        _name(_METADATA, "Metadata") + _SET,
+        _name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R" + _SET,
+        _name("pathlib", "PosixPath") + b")R" + _SET,
+    ],
+    ids=["path class", "metadata class", "member", "path"],
+)
+def test_the_metadata_of_a_sharded_checkpoint_cannot_change_classes(tmp_path, pickled):
+    """An attribute of the class `PosixPath` would change the meaning of all paths of the process."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + pickled + b".")
+    with pytest.raises(RuntimeError, match=r"attributes of [A-Za-z_]+ are not allowed in the metadata of shards"):
+        read_shards({"model": {"weight": torch.empty(1, device="meta")}}, tmp_path)
+    assert not hasattr(pathlib.Path(), "evil")
+    assert not hasattr(Metadata, "evil")
+
+
+def test_the_metadata_of_a_sharded_checkpoint_names_only_files_of_its_folder(two, tmp_path):
+    run_dir = tmp_path / "after"
+    shutil.copytree(two[0] / "torn" / "after", run_dir)
+    state = LocalSession(run_dir).restore()
+    folder = run_dir / "shards" / checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RuntimeError, match=r"shard '\.\./__._0\.distcp' is not in the folder of the metadata"):
+        read_shards({"model": state["model"]}, folder)
+
+
 def test_the_metadata_of_a_sharded_checkpoint_cannot_run_code(two, tmp_path):
     run_dir = tmp_path / "after"
     shutil.copytree(two[0] / "torn" / "after", run_dir)
@@ -157,8 +200,6 @@ def apart_at_first(ranks, folder, warned):
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("hpsearch.objectives.training").addHandler(handler)
     if ranks.rank == 1:
-        import pathlib
-
         seen = pathlib.Path.is_dir
         pathlib.Path.is_dir = lambda self: "shards" not in self.parts and seen(self)
     found = fit(folder / "run", "after")
