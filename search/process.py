@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import platform
+import select
 import signal
 import stat
 import sys
@@ -384,5 +385,7 @@ def make_fleet_watcher(pid: int) -> Callable[[], bool]:
     """Return a function that checks whether the fleet with this PID, or the fleet's fork server, has ended."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:
-        return lambda: not fleet.is_alive() or os.getppid() != parent
+        poller = select.poll()  # `is_alive` never returns if code of the objective has frozen `time.monotonic`
+        poller.register(fleet.sentinel, select.POLLIN)
+        return lambda: bool(poller.poll(0)) or os.getppid() != parent
     return lambda: os.getppid() != pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+from collections.abc import Iterator
 
 
 def format_error(error: object, length: int | None = None) -> str:
@@ -20,13 +21,19 @@ def format_os_error(error: Exception) -> str:
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Iterate over an error and its causes, each once: `raise error from error` makes a cycle."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
 def find_full_disk(error: BaseException | None) -> OSError | None:
     """Return the error of a full disk that an error is, or that caused it; None if there is none."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
-            return error
-        error = error.__cause__ or error.__context__
-    return None
+    full = (each for each in iterate_causes(error) if isinstance(each, OSError) and each.errno in FULL_DISK_ERRORS)
+    return next(full, None)
 
 
 def suggest_disk_remedy(error: OSError, otherwise: str) -> str:

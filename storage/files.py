@@ -44,6 +44,9 @@ def replacement(path: Path) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
         try:
+            status = os.fstat(descriptor)
+            if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EACCES, "it is a pipe of another user", str(target))
             yield target
         finally:
             os.close(descriptor)

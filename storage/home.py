@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from hpsearch.storage.errors import StorageError, format_os_error
@@ -32,9 +33,10 @@ def prepare_home(value: str | None = None) -> Path:
     home, setting = resolve_home(value), _name_setting(value)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        if not home.exists():
-            home.mkdir(exist_ok=True)
-            home.chmod(0o711 if os.geteuid() == 0 else 0o700)
+        with suppress(FileExistsError):
+            home.mkdir(mode=0o700)
+            if os.geteuid() == 0:
+                _open_for_passage(home)
     except (OSError, ValueError) as error:
         cause = format_os_error(error)
         raise StorageError(
@@ -54,6 +56,16 @@ def prepare_home(value: str | None = None) -> Path:
         ) from None
     remember_home(home)
     return home
+
+
+def _open_for_passage(folder: Path) -> None:
+    """Let all users enter a new folder, but not a link by which another user has replaced it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o711)
+    finally:
+        os.close(descriptor)
 
 
 def _name_setting(value: str | None) -> str:

@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 30.0  # seconds within which all ranks must reach a collective
 BARRIER_TIMEOUT_SECONDS = 1800.0  # seconds within which all ranks must reach any other collective
 _JOB_TIMEOUT = timedelta(days=365)  # the other ranks wait here while rank 0 has no trial
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
-_CAUSE_TIMEOUT_SECONDS = 5.0  # time for a failed rank to store its error
+_CAUSE_TIMEOUT_SECONDS = 3.0  # time for a failed rank to store its error
 _TRACEBACK_CHARACTERS = 20_000  # maximum length of a traceback that is sent to the other ranks
 _WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, because NCCL does not detect closed connections
 
@@ -296,11 +296,13 @@ def _release_references(error: BaseException) -> None:
 
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its causes."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    """Iterate over an error and its causes, each once: `raise error from error` makes a cycle."""
+    cause: BaseException | None = error
+    seen = set[int]()
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
 
 
 def _cause_key(number: int) -> str:
@@ -405,7 +407,8 @@ def init_process_group(
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for library in ("GLOO", "NCCL"):  # other machines cannot connect to the loopback interface
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
     group = _ProcessGroup(
         c10d.PrefixStore("ranks", store),

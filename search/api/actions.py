@@ -35,7 +35,7 @@ def find_objective_reference(objective: str | type[BaseObjective]) -> str:
     """
     if isinstance(objective, str):
         return objective
-    if not isinstance(objective, type):
+    if not (isinstance(objective, type) and issubclass(objective, BaseObjective)):
         raise SearchError(f"objective={objective!r} is invalid; give a name such as 'digits' or 'wine.py', or a class")
     name, module = objective.__name__, objective.__module__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not objective:

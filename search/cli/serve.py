@@ -86,12 +86,20 @@ def mlflow(
 
 
 def _check_artifacts(artifacts: str) -> None:
-    """Reject a local folder of another user, who could replace the artifacts in it."""
+    """Create a local folder, and reject that of another user, who could replace the artifacts in it."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.home import get_trusted_owners
 
     folder = Path(artifacts.removeprefix("file://"))
-    if "://" not in str(folder) and folder.exists() and (owner := folder.stat().st_uid) not in get_trusted_owners():
+    if "://" in str(folder):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # otherwise another user could create it after this check
+    except OSError as error:
+        raise SearchError(
+            f"--artifacts {artifacts!r} cannot be created ({error.strerror}); give another folder"
+        ) from None
+    if (owner := folder.stat().st_uid) not in get_trusted_owners():
         raise SearchError(f"--artifacts {artifacts!r} belongs to uid {owner}; give a folder of your own")
 
 

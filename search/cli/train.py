@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,9 +43,16 @@ def _make_run_dir(folder: Path, *names: str) -> None:
                 )
         folder.mkdir(parents=True, exist_ok=True)
         parts = (folder,) if folder.parent != _RUNS else (_RUNS, folder)
-        for part in parts:  # its owner could replace files by links
-            if (owner := part.stat().st_uid) not in {0, os.geteuid()}:
-                raise SearchError(f"{str(part)!r} belongs to uid {owner}; give a folder of your own with --run-dir")
+        for part in parts:  # others could replace files by links
+            status = part.stat()
+            if status.st_uid not in {0, os.geteuid()}:
+                raise SearchError(
+                    f"{str(part)!r} belongs to uid {status.st_uid}; give a folder of your own with --run-dir"
+                )
+            if status.st_mode & stat.S_IWOTH:
+                raise SearchError(
+                    f"all users can write to {str(part.absolute())!r}; give a folder of your own with --run-dir"
+                )
         tempfile.TemporaryFile(dir=folder).close()
 
 

@@ -31,6 +31,7 @@ from hpsearch.storage.files import lock_file, read_last_lines
 MAX_DEATHS = 5  # consecutive deaths, without a finished trial in between, after which a worker is not restarted
 _MAX_RESTART_DELAY_SECONDS = 30.0
 _KILL_MARGIN_SECONDS = 5.0  # after the grace period, in which a worker that works has exited
+_EXIT_SECONDS = 30.0  # for the exit of workers after the budget is spent
 _OUTAGE_GRACE_SECONDS = 5.0  # period after an outage in which a worker's exit is still attributed to the outage
 
 
@@ -112,7 +113,7 @@ class Fleet:
         # A worker that starts late counts the failures of the other workers too.
         self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
         self._is_stopping = False
-        self._kill_at = math.inf
+        self._kill_at = self._done_at = math.inf
         self._finished_trials = 0
         self._outage_until = 0.0
 
@@ -153,7 +154,7 @@ class Fleet:
                 self._can_fork = False
         return None
 
-    def poll(self, with_result: int, *, is_outage: bool = False) -> bool:
+    def poll(self, with_result: int, *, is_outage: bool = False, is_done: bool = False) -> bool:
         """Restart the workers that died, except those that died too often.
 
         Args:
@@ -162,6 +163,8 @@ class Fleet:
                 the whole budget before the fleet gives up.
             is_outage: whether the database is unavailable. The exit of a worker during an outage does not count as a
                 death; the worker restarts when the database is available again.
+            is_done: whether the budget is spent and no trial is running. Workers that do not exit then, for example
+                because they are suspended, are stopped.
 
         Returns:
             Whether any worker is running or will be restarted.
@@ -173,6 +176,9 @@ class Fleet:
             self._finished_trials = with_result
             for slot in self.slots:
                 slot.deaths = 0
+        self._done_at = min(self._done_at, time.monotonic()) if is_done else math.inf
+        if not self._is_stopping and time.monotonic() - self._done_at > _EXIT_SECONDS:
+            self.stop()
         if time.monotonic() >= self._kill_at:
             self.stop(kill=True)
         for slot in self.slots:

@@ -159,7 +159,7 @@ def run_fleet(
         try:
             fleet.start()
             with register_search(logs), supervisor as is_down, LiveView(console, study.spec, fleet, study) as view:
-                while fleet.poll(progress.trials_with_result, is_outage=is_outage):
+                while fleet.poll(progress.trials_with_result, is_outage=is_outage, is_done=progress.is_done):
                     progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)
                     if is_down is not None and is_down.is_set():

@@ -214,6 +214,8 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
         SearchError: the trial does not exist.
     """
     try:
+        if isinstance(number, bool):
+            raise TypeError
         trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
     except (KeyError, TypeError):  # a number of another type, such as a text
         trials = study.storage.get_n_trials(study.study_id)

@@ -110,6 +110,8 @@ def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
+        if unnamed := [name for name in space.given if not isinstance(name, str)]:
+            raise SearchError(f"{where}: the parameter name {unnamed[0]!r} is not text; use names of the search space")
         with as_search_error(f"{where}: ", NotInSpaceError):
             params = validate_params(objective, space)
         if not params:

@@ -25,7 +25,7 @@ from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.client import Tracking, check_mlflow_variables
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.rungs.rungs import PrunedTrial
@@ -39,11 +39,12 @@ OPTIONAL_TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoardConsumer, Wan
 
 
 def check_trackers(spec: StudySpec) -> None:
-    """Check, before a study is created or joined, that this machine can send records to each of its optional trackers.
+    """Check, before a study is created or joined, that this machine can send records to each of its trackers.
 
     Raises:
-        StorageError: a package or a key is missing, or a folder cannot be written.
+        StorageError: a package or a key is missing, a folder cannot be written, or a variable of MLflow is invalid.
     """
+    check_mlflow_variables()
     for tracker, setting in _list_optional_trackers(spec):
         tracker.check(setting)
 

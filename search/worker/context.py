@@ -124,8 +124,10 @@ class WorkerContext:
         self.is_fleet_gone: Callable[[], bool] | None = None
         self.failed_at_start: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
-            # The parent of a rank is the process of its node, which watches the fleet.
-            self.is_fleet_gone = make_fleet_watcher(int(fleet)) if current_ranks().is_single_process else lambda: False
+            self.is_fleet_gone = lambda: False  # the parent of a rank, the process of its node, watches the fleet
+            if current_ranks().is_single_process:
+                self.is_fleet_gone = make_fleet_watcher(int(fleet))
+                self.watchdog.watch_fleet(self.is_fleet_gone, options.grace)
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_at_start = int(failed) if failed else None
         stop = stop or stop_worker_on_signals()

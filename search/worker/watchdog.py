@@ -81,6 +81,17 @@ class Watchdog:
         finally:
             timer.cancel()
 
+    def watch_fleet(self, is_gone: Callable[[], bool], grace: float) -> None:
+        """End this process if it still runs `grace` seconds after the end of the fleet that started it."""
+
+        def run() -> None:
+            while not is_gone():
+                time.sleep(1.0)  # polls, because the end of a parent wakes no thread
+            time.sleep(grace)
+            self.exit(f"the hpsearch process that started this worker has ended, and no step ended within {grace:g} s")
+
+        threading.Thread(target=run, name="fleet", daemon=True).start()
+
     def _exit_hanging(self, step: str) -> None:
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         self.exit(f"{step} has not ended after {self._end_timeout:g} s (--barrier-timeout)")

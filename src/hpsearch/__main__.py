@@ -92,7 +92,8 @@ def open_standard_streams() -> None:
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if not _is_usable(descriptor):
             null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor)  # also makes it inheritable
+            os.dup2(null, descriptor)
+            os.set_inheritable(descriptor, True)  # dup2 does not do this if both are equal
             if null != descriptor:
                 os.close(null)
         if getattr(sys, name) is None:

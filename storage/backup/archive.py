@@ -242,7 +242,7 @@ class ArchiveReader:
                 raise ValueError(f"its first entry is not {MANIFEST}")
             found = json.loads(self._content(member).read())
             made_by, format_version = found["hpsearch"], int(found["format"])
-        except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, tarfile.TarError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _make_invalid_error(self._path, error) from None
         if format_version > ARCHIVE_FORMAT:
             raise StorageError(
@@ -274,7 +274,7 @@ class ArchiveReader:
     def _convert_errors(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
+        except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StorageError(f"{str(self._path)!r} is damaged ({format_error(error)}); give another backup") from None
 
 

@@ -71,8 +71,12 @@ _retry_duplicates = tenacity.retry(
 )
 
 
-def _check_settings() -> None:
-    """Check MLflow's environment variables, which MLflow reads at the first request."""
+def check_mlflow_variables() -> None:
+    """Check MLflow's environment variables, which MLflow reads at the first request.
+
+    Raises:
+        StorageError: a variable has an invalid value.
+    """
     from mlflow import environment_variables
 
     known = vars(environment_variables)
@@ -105,7 +109,7 @@ class Tracking:
         _reach_loopback_directly(uri)
         import mlflow
 
-        _check_settings()
+        check_mlflow_variables()
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         restrict_artifact_locations(uri)
         mlflow.set_tracking_uri(uri)

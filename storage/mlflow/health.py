@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error, iterate_causes
 from hpsearch.storage.mlflow.credentials import check_credentials
 from hpsearch.storage.web.connections import OwnServerHandler
 from hpsearch.storage.web.token import find_request_token, is_embedded
@@ -152,11 +152,8 @@ def is_unreachable(error: BaseException | None) -> bool:
     """Return whether the error means that the server did not answer, so that other requests would fail too."""
     import requests
 
-    while error is not None:
-        if isinstance(error, requests.ConnectionError | requests.Timeout | TrackingUnavailableError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    kinds = (requests.ConnectionError, requests.Timeout, TrackingUnavailableError)
+    return any(isinstance(each, kinds) for each in iterate_causes(error))
 
 
 def describe_error(error: BaseException) -> str:
@@ -165,8 +162,7 @@ def describe_error(error: BaseException) -> str:
     If the server did not answer, the line contains the cause of the failed connection.
     """
     if not isinstance(error, StorageError) and is_unreachable(error):
-        while (cause := error.__cause__ or error.__context__) is not None:
-            error = cause
+        *_, error = iterate_causes(error)
         return f"no answer: {getattr(error, 'strerror', None) or error}"
     return format_error(error, _MAX_ERROR_LENGTH)
 

@@ -189,6 +189,11 @@ class Progress:
         return max(trials, 0.0 if self.spending is None else self.spending.spent_fraction)
 
     @property
+    def is_done(self) -> bool:
+        """Whether a budget is spent and no trial is running."""
+        return self.finished_fraction >= 1 and not self.running
+
+    @property
     def trials_with_result(self) -> int:
         """Number of COMPLETE and PRUNED trials."""
         return self.complete + self.pruned + self.infeasible

@@ -16,6 +16,7 @@ PARTS = {
     "own SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
     "error": "raise ValueError('x' * 100_000 + '\\x1b[31m')",
     "error without text": "raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})()",
+    "error of itself": "exec('try: 1 / 0\\nexcept Exception as error: raise error from error')",
     "interrupt": "raise KeyboardInterrupt",
     "recursion": "(lambda f: f(f))(lambda f: f(f))",
     "thread": "threading.Thread(target=time.sleep, args=(1000,)).start()",
@@ -33,6 +34,7 @@ PARTS = {
     "umask": "os.umask(0o777)",
     "path": "sys.path.clear()",
     "clock": "setattr(time, 'time', lambda: 0.0)",
+    "frozen clock": "setattr(time, 'monotonic', lambda: 0.0)",
     "print patched": "setattr(builtins, 'print', None)",
     "recursion limit": "sys.setrecursionlimit(90)",
     "logging": "logging.disable(logging.CRITICAL)",
@@ -69,9 +71,9 @@ class Hostile(LoopObjective):
     def run(self, trial):
         for epoch in trial.epochs():
             time.sleep(0.02)
-            if epoch == 1:
+            if epoch == 0:
                 {first_report}
-            if epoch == 3:
+            if epoch == 2:
                 {last_report}
             trial.report({{"score": 1.0}})
         {end}

@@ -238,6 +238,18 @@ def test_a_pipe_without_a_reader_is_an_error(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a pipe to another user")
+def test_nothing_is_written_to_a_pipe_of_another_user(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    os.chown(tmp_path / "pipe", 65534, -1)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(PermissionError, match="pipe of another user"), replacement(tmp_path / "pipe"):
+            pass
+    finally:
+        os.close(reader)
+
+
 def test_a_device_is_not_replaced() -> None:
     with replacement(Path(os.devnull)) as file:
         assert file == Path(os.devnull)

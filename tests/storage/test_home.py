@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,6 +34,24 @@ def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> 
     # Other users can traverse root's home, because root's Postgres runs as another user.
     assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
     assert {path.name: _mode(path) for path in home.iterdir()} == dict.fromkeys(FOLDERS, 0o700)
+
+
+@needs_root
+def test_a_link_in_place_of_a_new_home_changes_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can replace the folder between its creation and the change of its mode."""
+    (private := tmp_path / "private").mkdir(mode=0o700)
+    make = Path.mkdir
+
+    def make_link(path: Path, *arguments: Any, **more: Any) -> None:
+        if path.name == "home":
+            path.symlink_to(private)
+        else:
+            make(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "mkdir", make_link)
+    with pytest.raises(StorageError, match=r"--home .* cannot be created \((Not a directory|Too many levels)"):
+        prepare_home(str(tmp_path / "home"))
+    assert _mode(private) == 0o700
 
 
 def test_an_existing_home_keeps_its_mode_and_its_folders_become_private(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def test_an_invalid_objective_is_rejected() -> None:
         SearchError, match=r"^objective=42 is invalid; give a name such as 'digits' or 'wine.py', or a class$"
     ):
         Study.create(42)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(SearchError, match=r"^objective=<class 'int'> is invalid; give"):
+        Study.create(int)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +184,15 @@ def test_configurations_of_another_type_are_rejected(study: Study, given: Any) -
             enqueue(given)
 
 
+def test_a_parameter_name_that_is_no_text_is_rejected() -> None:
+    with pytest.raises(SearchError, match=r"configuration 1: the parameter name 1 is not text; use names of the"):
+        Study.create("digits", name="new", enqueue=[{1: 0.5}])  # type: ignore[dict-item]  # the mistake
+
+
 def test_wrong_arguments_change_nothing(study: Study) -> None:
     with pytest.raises(SearchError, match=r"^spec=5 is invalid; give a dictionary of settings, or a file$"):
         Study.create("digits", spec=5)  # type: ignore[arg-type]  # the mistake
-    for number in ("0", None):
+    for number in ("0", None, True):
         with pytest.raises(SearchError, match=rf"^--trial {number!r}: study 's' has no such trial"):
             study.retry(number)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(SearchError, match=r"^promote\(trail=2\): unknown argument; did you mean 'trial'\?$"):

@@ -253,9 +253,10 @@ import os, sys
 with open({str(tmp_path / "file")!r}, "w") as file:
     print("to nowhere")
     file.write(f"{{file.fileno() > 2}} {{sys.stdin.read()!r}} {{os.path.samefile('/dev/null', '/dev/fd/2')}}")
+    file.write(f" {{[os.get_inheritable(stream) for stream in range(3)]}}")
 """
     subprocess.run(["/bin/sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", code], check=True)
-    assert (tmp_path / "file").read_text() == "True '' True"
+    assert (tmp_path / "file").read_text() == "True '' True [True, True, True]"
 
 
 def test_a_full_stderr_does_not_change_the_exit_code() -> None:

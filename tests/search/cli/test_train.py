@@ -62,6 +62,16 @@ def test_a_default_run_directory_of_another_user_is_rejected(capsys, tmp_path: P
     assert (code, err) == (2, "hpsearch: 'runs' belongs to uid 65534; give a folder of your own with --run-dir\n")
 
 
+@pytest.mark.parametrize("command", ["train", "lr-range"])
+def test_a_folder_that_all_users_can_write_to_is_rejected(capsys, tmp_path: Path, command: str) -> None:
+    """They could replace files by links while the command runs."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    code, _, err = call(capsys, command, "digits", "--run-dir", "open")
+    message = f"hpsearch: all users can write to '{tmp_path / 'open'}'; give a folder of your own with --run-dir\n"
+    assert (code, err) == (2, message)
+
+
 def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:
     code, out, _ = call(capsys, "train", "digits", *SMALL, "--test", "--run-dir", "a")
     assert code == 0

@@ -94,6 +94,21 @@ def test_workers_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest
     assert (fleet.slots[0].exit_code, fleet.slots[0].state, fleet.gave_up) == (-9, "stopped", ())
 
 
+def test_a_suspended_worker_is_stopped_when_the_budget_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "can_fork", lambda: False)
+    monkeypatch.setattr(fleets, "_KILL_MARGIN_SECONDS", 0.01)
+    monkeypatch.setattr(fleets, "_EXIT_SECONDS", 0.2)
+    command = [sys.executable, "-S", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(command))
+    with closing(Fleet("study", WorkerOptions(grace=0), workers=1, log_dir=tmp_path, gpus=[])) as fleet:
+        fleet.start()
+        while fleet.poll(0, is_done=True):
+            time.sleep(0.01)
+    assert (fleet.slots[0].exit_code, fleet.slots[0].state, fleet.gave_up) == (-9, "stopped", ())
+
+
 def test_two_runs_of_one_study_have_different_logs(fleet: Fleet, tmp_path: Path) -> None:
     def names(made: Fleet) -> list[str]:
         return [slot.log.name for slot in made.slots]
@@ -231,6 +246,7 @@ import os, time
 from pathlib import Path
 from hpsearch.search.process import make_fleet_watcher
 gone = make_fleet_watcher(fleet)
+time.monotonic = lambda: 0.0  # as packages do that freeze the clock
 assert not gone()
 print("watching", flush=True)
 while not gone():

@@ -27,3 +27,20 @@ def test_an_export_that_hangs_releases_the_trial_and_ends_the_worker() -> None:
     assert (ended.returncode, ended.stdout) == (1, "released\n")
     assert "publishing the results has not ended after 0.5 s (--barrier-timeout)" in ended.stderr
     assert "in export" in ended.stderr
+
+
+_ORPHAN = """
+import threading
+from hpsearch.search.worker.watchdog import Watchdog
+
+watchdog = Watchdog(None, stall_factor=None, end_timeout=60)
+watchdog.watch(lambda: print("released", flush=True))
+watchdog.watch_fleet(lambda: True, grace=0.5)
+threading.Event().wait()
+"""
+
+
+def test_a_worker_without_its_fleet_ends_in_the_middle_of_a_long_epoch() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "released\n")
+    assert "has ended, and no step ended within 0.5 s; releasing the trial and exiting" in ended.stderr

@@ -165,6 +165,15 @@ def test_a_manifest_with_an_invalid_value_is_damaged(tmp_path: Path, key: str, v
         pass
 
 
+def test_a_deeply_nested_manifest_is_an_error(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        member = tarfile.TarInfo(archive.MANIFEST)
+        member.size = 100_000
+        tar.addfile(member, io.BytesIO(b"[" * member.size))
+    with pytest.raises(StorageError, match="is not a backup of hpsearch"):
+        unpack(tmp_path / "a.tar", tmp_path / "out")
+
+
 @pytest.mark.parametrize("content", [None, b"", b"hello", b"\0" * 2048])
 def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "a.tar"

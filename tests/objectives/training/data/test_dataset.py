@@ -158,6 +158,12 @@ def test_a_split_that_cannot_be_made_is_refused(kwargs, message):
         _make(**kwargs)
 
 
+def test_inputs_without_features_are_refused():
+    splits = Splits.make(np.zeros((20, 0)), np.arange(20) % 2, seed=0)
+    with pytest.raises(ObjectiveError, match="the train inputs have no features; check the columns in data"):
+        splits.check()
+
+
 def test_inputs_and_targets_must_have_the_same_length():
     with pytest.raises(ObjectiveError, match="x has 3 samples, but y has 2"):
         Splits.make(np.zeros((3, 1)), np.zeros(2), seed=0)
