@@ -354,6 +354,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {text}".split())[:500]
 
 
+def _choose_backend(device: str) -> str:
+    """Return the backends for a device. With GPUs, code of the objective may also communicate CPU tensors."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+
+
 @contextlib.contextmanager
 def init_group_of_one(device: torch.device) -> Iterator[None]:
     """Return a context with a process group of this process, for scripts that use `torch.distributed` on one device.
@@ -367,8 +372,7 @@ def init_group_of_one(device: torch.device) -> Iterator[None]:
     if interface:  # otherwise gloo looks up the host's name, which may fail
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # no export
+        dist.init_process_group(_choose_backend(device.type), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # no export
     finally:
         if interface:
             del os.environ["GLOO_SOCKET_IFNAME"]
@@ -409,12 +413,11 @@ def init_process_group(
         store = dist.FileStore(str(store_path), world_size)  # type: ignore[attr-defined]  # torch declares no export
         for library in ("GLOO", "NCCL"):  # other machines cannot connect to the loopback interface
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    backend = "nccl" if device.startswith("cuda") else "gloo"
     group = _ProcessGroup(
         c10d.PrefixStore("ranks", store),
         rank,
         world_size,
-        backend=backend,
+        backend=_choose_backend(device),
         timeout=timeout,
         barrier_timeout=barrier_timeout,
     )

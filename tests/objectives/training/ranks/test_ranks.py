@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Trainer
-from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankLostError
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankLostError, init_process_group
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 from tests.objectives.training.support import Stopped
 
@@ -45,6 +45,28 @@ def find_listening_addresses(ranks):
 
 def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path):
     assert on_ranks(2, find_listening_addresses, store_path=tmp_path / "ranks") == [{"127.0.0.1"}] * 2
+
+
+def test_custom_loops_on_gpus_can_communicate_cpu_tensors(monkeypatch, tmp_path):
+    """Checkpoints of torch.distributed do so in the background."""
+    asked = []
+
+    def note_backend(backend, **_):
+        asked.append(backend)
+        raise RuntimeError("no GPU here")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", note_backend)
+    with (
+        pytest.raises(RankLostError, match="no GPU here"),
+        init_process_group(device="cuda", store_path=tmp_path / "ranks"),
+    ):
+        pass
+    assert asked == ["cpu:gloo,cuda:nccl"]
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") in {"lo", "lo0"}
 
 
 def test_collective_operations_of_a_single_process():
