@@ -49,6 +49,11 @@ def _collate(found: list[Any], names: Sequence[int], collate: Collate, *, own: b
     try:
         return collate(found)
     except Exception as error:  # as above
+        if "allocate shared memory" in str(error):  # of a loader process
+            raise ObjectiveError(
+                f"no shared memory is left for batches ({get_first_line(error)}); set num_workers=0, or "
+                "enlarge /dev/shm (with Docker: --shm-size)"
+            ) from error
         for count, name in enumerate(names, start=1):
             single, together = ("", [found[count - 1]]), (f" (position {count} in the batch)", found[:count])
             for at, samples in (single, together) if own else (single,):

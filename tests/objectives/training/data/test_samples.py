@@ -9,7 +9,7 @@ import torch
 from torch.utils import data as torch_data
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize
-from hpsearch.objectives.training.data.samples import MemmapRows, fingerprint_files, pad_collate
+from hpsearch.objectives.training.data.samples import MemmapRows, collate_rows, fingerprint_files, pad_collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 9, 40)
 SEQUENCES = [np.arange(1, length + 1) for length in LENGTHS]
@@ -149,6 +149,14 @@ def test_an_unreadable_sample_is_named_by_its_index_in_the_source(folder):
     part = next(part for _, part in splits.parts() if 13 in part.rows)
     with pytest.raises(ObjectiveError, match=r"sample 13 cannot be read: .*test_samples.py:\d+: OSError: a torn file"):
         part.batch(slice(None))
+
+
+def test_too_little_shared_memory_is_named_with_its_remedy():
+    def collate(_):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    with pytest.raises(ObjectiveError, match=r"^no shared memory is left for batches \(.*\); set num_workers=0, or"):
+        collate_rows([(torch.zeros(1), 0)], [0], collate, [0])
 
 
 def test_a_memory_mapped_array_is_read_lazily(tmp_path):
