@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,6 +97,7 @@ def train(
 
     An interrupted run resumes from --run-dir.
     """
+    from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
@@ -130,6 +131,7 @@ def train(
     if profile or tensorboard:
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     folder = run_dir or _RUNS / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    is_new = not folder.exists()
     _make_run_dir(folder)
     absolute = folder.absolute()  # the objective may change the working folder
     session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
@@ -139,6 +141,12 @@ def train(
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)
         return 1
+    except ObjectiveError:
+        if is_new and not (absolute / "config.yaml").exists():  # rejected before the training
+            (absolute / "train.log").unlink(missing_ok=True)
+            with suppress(OSError):  # it contains files of the objective
+                absolute.rmdir()
+        raise
     except KeyboardInterrupt:
         echo(
             f"hpsearch: training stopped; repeat the command with --run-dir {shlex.quote(str(folder))} to resume it",

@@ -292,7 +292,7 @@ def test_a_mistake_is_an_error_of_one_line(capsys, tmp_path: Path, arguments: li
     assert err.startswith("hpsearch: ")
     for word in words:
         assert word in err
-    assert not list(tmp_path.rglob("*.pt")), "nothing was trained"
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == [], "nothing was trained"
 
 
 def test_a_checkpoint_of_another_run_is_rejected(capsys) -> None:
