@@ -94,8 +94,15 @@ _PAGE_POLICY = (
 _ARTIFACT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'"
 
 
+_SAFE_TYPES = ("image/", "audio/", "video/", "text/plain")
+
+
 def _add_security_headers(app: Wsgi) -> Wsgi:
-    """Wrap an application so that browsers run no script but its own; artifacts are downloads, as they may be HTML."""
+    """Wrap an application so that browsers run no script but its own.
+
+    Artifacts are downloads, as they may be HTML. Only some have their type, because others may be scripts, which a page
+    could load.
+    """
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         is_artifact = environ.get("PATH_INFO", "").startswith(_ARTIFACTS)
@@ -108,6 +115,10 @@ def _add_security_headers(app: Wsgi) -> Wsgi:
         def start(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
             replaced = {name.lower() for name, _ in added} | {"access-control-allow-origin"}
             kept = [header for header in headers if header[0].lower() not in replaced]
+            types = [value for name, value in kept if name.lower() == "content-type"]
+            if is_artifact and not any(each.lower().startswith(_SAFE_TYPES) for each in types):
+                kept = [header for header in kept if header[0].lower() != "content-type"]
+                kept.append(("Content-Type", "application/octet-stream"))
             return start_response(status, [*kept, *added], *error)
 
         return app(environ, start)

@@ -17,6 +17,7 @@ from optuna.trial import create_trial
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.artifacts import (
+    ATTR_PREFIX,
     DASHBOARD_ARTIFACTS,
     MlflowArtifactStore,
     make_artifact_attrs,
@@ -72,6 +73,21 @@ def test_the_dashboard_lists_the_artifacts_of_the_run(stack: StackInfo, tracking
     with open_url(request) as reply:
         assert reply.status == 204, "artifacts that cannot be removed do not keep a study from being deleted"
     assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
+
+
+def test_the_dashboard_serves_no_artifact_as_a_script(stack: StackInfo, tracking: Tracking, tmp_path: Path) -> None:
+    """HTML that a worker hides in a plot could load it, as from the page's own origin."""
+    run_id = log(tracking, tmp_path, evil_js=b"alert(1)")
+    storage = open_storage(stack.storage_url, application_name="test")
+    study = optuna.create_study(study_name="with a script", storage=storage)
+    artifact = make_artifact_id(run_id, "evil.js")
+    meta = {"artifact_id": artifact, "filename": "evil.js", "mimetype": "text/javascript", "encoding": None}
+    study.add_trial(create_trial(value=1.0, system_attrs={f"{ATTR_PREFIX}{artifact}": json.dumps(meta)}))
+    here = f"{stack.dashboard_url}/artifacts/{study._study_id}/{study.trials[0]._trial_id}/{artifact}"
+    with open_url(here) as reply:
+        assert reply.read() == b"alert(1)"
+        assert reply.headers["Content-Type"] == "application/octet-stream"
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
 def test_files_that_arrive_after_the_end_of_the_trial_are_listed(stack: StackInfo) -> None:
