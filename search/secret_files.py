@@ -6,8 +6,11 @@ a folder, whose path is in HPSEARCH_SECRETS_FOLDER. Each file in it has the name
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import select
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -65,12 +68,36 @@ def _list_variables(folder: str) -> dict[str, str]:
     return {name: str(Path(folder, name)) for name in names if re.fullmatch(r"[A-Z][A-Z0-9_]*", name)}
 
 
+_MAX_SECONDS = 10.0  # to wait for the program that writes to a pipe, such as that of `<(...)` in a shell
+_MAX_BYTES = 1_000_000
+
+
+def _read_file(path: str) -> bytes:
+    """Return the content of a file or pipe.
+
+    Raises:
+        OSError: the file cannot be read, is too large, or is a pipe to which no program writes.
+    """
+    found, end = b"", time.monotonic() + _MAX_SECONDS
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while len(found) <= _MAX_BYTES:
+            if not select.select([descriptor], [], [], max(end - time.monotonic(), 0))[0]:
+                raise OSError(errno.ETIMEDOUT, f"no program has written to this pipe within {_MAX_SECONDS:.0f} s")
+            if not (part := os.read(descriptor, _MAX_BYTES)):
+                return found
+            found += part
+    finally:
+        os.close(descriptor)
+    raise OSError(errno.EFBIG, f"more than {_MAX_BYTES} bytes")
+
+
 def _read_secret(environment: MutableMapping[str, str], name: str, setting: str, path: str) -> None:
     """Set a variable to the content of a file; `setting` is the variable that led to the file."""
     if environment.get(name):
         raise SearchError(f"{setting} {path!r} and {name} are both set; unset one of them")
     try:
-        secret = Path(path).read_text(encoding="utf-8").strip()
+        secret = _read_file(path).decode().strip()
     except OSError as error:
         raise SearchError(f"{setting} {path!r} cannot be read ({error.strerror}); give a readable file") from None
     except UnicodeDecodeError:

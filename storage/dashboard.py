@@ -89,7 +89,7 @@ _ARTIFACTS = "/artifacts/"
 _PAGE_POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
-    "frame-ancestors 'none'"
+    "form-action 'self'; frame-ancestors 'none'"
 )
 _ARTIFACT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'"
 

@@ -256,8 +256,14 @@ class LoopTrial:
             )
 
     def log_artifact(self, path: Path | str) -> None:
-        """Log a file to the trial's MLflow run. hpsearch sends the file when the trial ends."""
-        self._run.logged.append(Path(path))
+        """Log a file to the trial's MLflow run. hpsearch sends the file when the trial ends.
+
+        Raises:
+            ObjectiveError: the path is that of a folder, a pipe or a device.
+        """
+        if (file := Path(path)).exists() and not file.is_file():
+            raise ObjectiveError(f"trial.log_artifact({str(path)!r}) needs a file; pack a folder into an archive")
+        self._run.logged.append(file)
 
 
 def _add_val_prefix(name: str) -> str:

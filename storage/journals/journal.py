@@ -8,6 +8,7 @@ of the journal sends it to all consumers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -186,6 +187,8 @@ class Journal:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
+            if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+                raise OSError(errno.EINVAL, "not a regular file")
             link_or_copy(path, target)
         except OSError as error:
             log.warning("%s: file not stored as an MLflow artifact (%s)", path.name, error.strerror)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,8 +29,8 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
     import waitress
 
     app = guard_wsgi(app, Guard(token, answers_health=True))
-    if host in _LOOPBACK:
-        app = _reject_foreign_hosts(app)
+    if _is_loopback(host):
+        app = _reject_foreign_hosts(app, {*_LOOPBACK, host})
     try:
         server = waitress.create_server(
             app, host=host, port=port, threads=8, ident=None,
@@ -55,12 +56,19 @@ def reject_unless(app: Wsgi, is_allowed: Callable[[dict[str, Any]], bool], conte
     return answer_if_allowed
 
 
-def _reject_foreign_hosts(app: Wsgi) -> Wsgi:
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host in _LOOPBACK
+
+
+def _reject_foreign_hosts(app: Wsgi, hosts: Container[str | None]) -> Wsgi:
     """Wrap an application so that it rejects requests for other hosts: a foreign name may resolve to 127.0.0.1."""
     reason = b"This service answers to 127.0.0.1 and localhost only.\n"
     return reject_unless(
         app,
-        lambda environ: _parse_hostname(f"//{environ.get('HTTP_HOST', '')}") in _LOOPBACK,
+        lambda environ: _parse_hostname(f"//{environ.get('HTTP_HOST', '')}") in hosts,
         "text/plain; charset=utf-8",
         reason,
     )

@@ -260,6 +260,10 @@ def _reporting(*reports, outside=False):
             type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
             "Odd.suggest: 'f' must be a JSON value",
         ),
+        (
+            type("Wrong", (Gan,), {"run": lambda _, trial: trial.log_artifact("/dev/zero")}),
+            r"trial.log_artifact\('/dev/zero'\) needs a file",
+        ),
         (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_custom_loop.py:\d+: ZeroDivisionError"),
         (type("Wrong", (Gan,), {"run": lambda *_: _raise(GeneratorExit())}), r"Wrong.run: .*:\d+: GeneratorExit"),
         (type("Wrong", (Gan,), {"suggest": lambda *_: _raise(CancelledError())}), r"Wrong.suggest: .*CancelledError"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpsearch.search import secret_files
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.secret_files import SECRET_VARIABLES, read_secret_files
@@ -53,6 +54,23 @@ def test_an_unusable_secret_file_is_named(content: bytes | None, said: str, tmp_
         file.write_bytes(content)
     with pytest.raises(SearchError, match=f"^PGPASSWORD_FILE '{re.escape(str(file))}' {said}[^\n]*$"):
         read_secret_files({"PGPASSWORD_FILE": str(file)})
+
+
+def test_the_value_comes_from_a_pipe_or_the_pipe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell passes a pipe for `<(...)`."""
+    monkeypatch.setattr(secret_files, "_MAX_SECONDS", 0.1)
+    reader, writer = os.pipe()
+    os.write(writer, b"s3cret\n")
+    os.close(writer)
+    environment = {"PGPASSWORD_FILE": f"/dev/fd/{reader}"}
+    read_secret_files(environment)
+    os.close(reader)
+    assert environment == {"PGPASSWORD": "s3cret"}
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SearchError, match=r"cannot be read \(no program has written to this pipe within 0 s\)"):
+        read_secret_files({"PGPASSWORD_FILE": str(tmp_path / "pipe")})
+    with pytest.raises(SearchError, match=r"cannot be read \(more than 1000000 bytes\)"):
+        read_secret_files({"PGPASSWORD_FILE": "/dev/zero"})
 
 
 def test_each_file_in_the_folder_is_a_variable(tmp_path: Path) -> None:

@@ -9,17 +9,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
+import waitress
 
 from hpsearch.storage import dashboard
 from hpsearch.storage.embedded import state
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.web.server import serve_wsgi
 from hpsearch.storage.web.token import find_token
 from tests.web import answers
 
@@ -137,6 +140,26 @@ def test_a_port_in_use_is_named(database_url: str) -> None:
         port = other.getsockname()[1]
         with pytest.raises(StorageError, match=f"^--port {port} is in use on 127.0.0.1; choose another port"):
             dashboard.serve_dashboard(database_url, host="127.0.0.1", port=port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "0.0.0.0"])
+def test_requests_for_other_names_are_rejected_on_loopback_addresses(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """A web page can give a name of its own the address of this machine."""
+    served = []
+    monkeypatch.setattr(waitress, "create_server", lambda app, **_: served.append(app) or SimpleNamespace(run=int))
+
+    def answer(_environ: dict[str, str], start_response: Any) -> list[bytes]:
+        start_response("200 OK", [])
+        return [b""]
+
+    serve_wsgi(answer, host=host, port=1, token=None)
+    statuses: list[str] = []
+    for name in (host, "rebound.example"):
+        setup_testing_defaults(environ := {"HTTP_HOST": f"{name}:1"})
+        list(served[0](environ, lambda status, *_: statuses.append(status)))
+    assert statuses == ["200 OK", "200 OK" if host == "0.0.0.0" else "403 Forbidden"]
 
 
 def test_an_address_of_another_machine_is_an_error(database_url: str) -> None:
