@@ -50,6 +50,8 @@ def load_objective(reference: str) -> BaseObjective:
     Raises:
         ObjectiveError: the reference is unknown, its code cannot be imported, or the class is not a valid objective.
     """
+    if not isinstance(reference, str):
+        raise ObjectiveError(f"objective {reference!r} is not text; give a name such as 'digits' or 'wine.py'")
     return _create(_find_class(reference))
 
 

@@ -151,7 +151,9 @@ def resolve_home(value: str | None = None) -> Path:
         StorageError: the path names an unknown user, or is a URL.
     """
     setting = _name_setting(value)
-    if chosen := value or os.environ.get(HOME_VARIABLE):
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise StorageError(f"{setting} {value!r} is not a path; give text")
+    if chosen := os.fspath(value or os.environ.get(HOME_VARIABLE, "")):
         if "://" in chosen:
             raise StorageError(f"{setting} {chosen!r} is a URL; set {setting} to a folder of this machine")
         try:

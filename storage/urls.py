@@ -41,8 +41,10 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     Raises:
         StorageError: the URL is not a Postgres URL, cannot be parsed, or contains no database name.
     """
-    url = url.strip()
     example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+    if not isinstance(url, str):
+        raise StorageError(f"{setting} {url!r} is not text; {example}")
+    url = url.strip()
     if not url:
         raise StorageError(f"{setting} is empty; {example}, or omit the setting to use the embedded Postgres")
     if not _POSTGRES.match(url):

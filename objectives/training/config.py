@@ -191,6 +191,8 @@ class TrainConfig:
         Raises:
             ObjectiveError: a field is unknown (the message has similar names), or a value is invalid.
         """
+        if not isinstance(values, Mapping):
+            raise ObjectiveError(f"a configuration is a dictionary, not {values!r}")
         return cls(**translate_training_config({str(name): value for name, value in values.items()}))
 
 
@@ -264,8 +266,8 @@ class RunPlan:
     fold: int | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ObjectiveError(f"epochs must be an integer of at least 1, not {self.epochs!r}")
         if self.refit is not None and not 1 <= self.refit <= self.epochs:
             raise ObjectiveError(f"refit must be in [1, epochs={self.epochs}], not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:

@@ -164,6 +164,8 @@ def find_version(registry: Registry, reference: str) -> Version:
     Raises:
         SearchError: the reference is invalid, or the version does not exist.
     """
+    if not isinstance(reference, str) or not reference.isprintable():
+        raise SearchError(f"{reference!r} is not a model version; give NAME@ALIAS (digits@champion) or NAME/VERSION")
     name = reference.removeprefix("models:/")
     if by_alias := re.fullmatch(r"([^/]+)@([^@/]+)", name):
         model, alias = by_alias.groups()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
 from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
@@ -37,6 +39,8 @@ from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import DEVICES, STOPPED
+from hpsearch.storage.database.retry import limit_retries
+from hpsearch.storage.trials.history import read_attempts
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,8 @@ def run_search(  # noqa: PLR0913 keywords
         )
         reason = "the budget is spent" if early_stop is None else early_stop.reason
         console.print(f"{reason}; continue with: {format_command(*again)}; or start a new study with another --name")
-    return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
+    with limit_retries(_INTERRUPTED_RETRY_SECONDS if interrupted else math.inf):
+        return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 
 def _print_begin(
@@ -142,6 +147,16 @@ def _print_begin(
         console.print(f"warm start: the sampler uses the earlier trials of {', '.join(spec.warm_start)}")
     if warning := study.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
+
+
+_INTERRUPTED_RETRY_SECONDS = 10.0  # for the database after a signal
+
+
+def _list_foreign_trials(study: StoredStudy) -> list[int]:
+    """Return the numbers of running trials without an attempt, which no worker of hpsearch runs or ends."""
+    running = study.trials(TrialState.RUNNING)
+    attempts = read_attempts(study.engine, [trial._trial_id for trial in running])
+    return [trial.number for trial in running if not attempts.get(trial._trial_id)]
 
 
 def _finish_search(
@@ -171,6 +186,11 @@ def _finish_search(
         console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:
         console.print(f"study stopped {stopped}; to continue, first run {format_command('start', study.spec.name)}")
+    elif not is_finished and (foreign := _list_foreign_trials(study)):
+        console.print(
+            f"started by Optuna's ask() and not ended: {', '.join(f'trial {number}' for number in foreign)}; "
+            "end them with Optuna's tell(), and repeat the command"
+        )
     elif not is_finished and study.spec.timeout is not None and not gave_up:
         console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
         is_finished = True

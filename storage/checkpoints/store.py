@@ -18,7 +18,13 @@ from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.redaction import redact
-from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, format_error
+from hpsearch.storage.errors import (
+    FULL_DISK_ERRORS,
+    CheckpointStoreError,
+    StorageError,
+    StoredCheckpointError,
+    format_error,
+)
 from hpsearch.storage.files import compute_sha256 as digest
 from hpsearch.storage.files import link_or_copy, link_or_copy_durably
 from hpsearch.storage.urls import redact_password
@@ -220,13 +226,16 @@ class CheckpointStore:
         except StorageError:
             raise
         except Exception as error:  # drivers have different error classes
+            if isinstance(error, IsADirectoryError) and missing is None:
+                raise FileNotFoundError(str(error)) from None  # the file was replaced by a folder
             if isinstance(error, FileNotFoundError):
                 if missing is None:
                     raise
                 error = OSError(0, missing)
             reason = redact_password(format_error(getattr(error, "strerror", None) or error, 300), self._secret)
             # `from None`: the text of the cause may contain secrets.
-            raise CheckpointStoreError(f"{self._head} {failure} ({reason})") from None
+            remedy = "; free disk space" if getattr(error, "errno", None) in FULL_DISK_ERRORS else ""
+            raise CheckpointStoreError(f"{self._head} {failure} ({reason}){remedy}") from None
 
 
 def get_part_path(checkpoint: str, file: str) -> str:

@@ -7,7 +7,10 @@ Repeated statements must be idempotent, because a reply may be lost after the co
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import sqlalchemy as sa
 import tenacity
@@ -59,6 +62,20 @@ def is_transient_connection_error(text: str) -> bool:
     return not _PERMANENT.search(text)
 
 
+_limit_seconds = math.inf  # of `limit_retries`
+
+
+@contextmanager
+def limit_retries(seconds: float) -> Iterator[None]:
+    """Retry each statement of this process for at most this time in the block, because a user waits for its end."""
+    global _limit_seconds  # noqa: PLW0603 the limit is one of the process
+    before, _limit_seconds = _limit_seconds, seconds
+    try:
+        yield
+    finally:
+        _limit_seconds = before
+
+
 def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | None = None) -> tenacity.Retrying:
     """Return a tenacity controller that retries after transient errors.
 
@@ -71,6 +88,7 @@ def retrying(retry_seconds: float = RETRY_SECONDS, *, also: type[Exception] | No
         retry_seconds: longest time to retry.
         also: type of errors that are transient too.
     """
+    retry_seconds = min(retry_seconds, _limit_seconds)
 
     def should_retry(state: tenacity.RetryCallState) -> bool:
         error = None if state.outcome is None else state.outcome.exception()

@@ -9,6 +9,7 @@ import platform
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -23,7 +24,7 @@ from hpsearch.storage.database.libpq import make_embedded_query
 from hpsearch.storage.embedded import process, state
 from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
-from hpsearch.storage.errors import StorageError, format_error
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.files import read_tail, write_private
 from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.urls import build_url
@@ -190,6 +191,20 @@ def make_database_url(
     return build_url(user=user, password=password, host=LOOPBACK, port=port, database=database, query=query)
 
 
+def check_loopback() -> None:
+    """Check that this process can reach the loopback interface, which a sandbox without network does not have.
+
+    Raises:
+        StorageError: the loopback interface is down.
+    """
+    with socket.socket() as probe:
+        code = probe.connect_ex((LOOPBACK, 9))
+    if code in {errno.ENETUNREACH, errno.EADDRNOTAVAIL}:
+        raise StorageError(
+            f"{LOOPBACK} is not reachable ({os.strerror(code)}); enable the loopback interface (ip link set lo up)"
+        )
+
+
 @dataclass(frozen=True)
 class EmbeddedPostgres:
     """Embedded Postgres server of a home folder.
@@ -260,6 +275,7 @@ class EmbeddedPostgres:
         Raises:
             StorageError: the server answers, but rejects the connection.
         """
+        check_loopback()  # otherwise this method would stop a server that others use
         began, is_reported = time.monotonic(), False
         while (server := self.find_process()) is not None:
             port = self.read_port()
@@ -288,6 +304,7 @@ class EmbeddedPostgres:
             StorageError: Postgres is not installed, the data directory belongs to another major version or is in use
                 on another machine, or the server exits during its start.
         """
+        check_loopback()
         account = find_account(self.data_folder)
         major = read_major_version(self.data_folder)
         binaries = ensure_executable(find_binaries(major=major), account, self.folder)
@@ -356,6 +373,9 @@ class EmbeddedPostgres:
             if waited > _REPORT_AFTER and not is_reported:
                 is_reported = True
                 progress(f"waiting for Postgres (process {identity.pid}): {format_error(error)}")
+            is_permanent = isinstance(error, StorageError) and not isinstance(error, ServiceUnavailableError)
+            if waited > _REPORT_AFTER and is_permanent:  # such as a wrong password
+                raise StorageError(f"Postgres (process {identity.pid}): {format_error(error)} (see {self.log})")
             if process.find(identity) is None:
                 if not state.is_port_free(port):
                     return False

@@ -72,7 +72,7 @@ def check_alias(alias: str) -> None:
         StorageError: MLflow or hpsearch reserves the alias, or it has invalid characters.
     """
     setting = f"--alias {alias!r}"
-    if not re.fullmatch(r"[\w-]+", alias) or len(alias) > _MAX_ALIAS:
+    if not isinstance(alias, str) or not re.fullmatch(r"[\w-]+", alias) or len(alias) > _MAX_ALIAS:
         raise StorageError(f"{setting}: an alias contains only letters, digits, - and _, such as champion")
     if is_previous(alias):
         raise StorageError(f"{setting} is reserved for replaced versions; choose another alias, such as {CHAMPION}")
@@ -86,7 +86,7 @@ def check_model_name(name: str) -> None:
     Raises:
         StorageError: the name is empty, too long, or has invalid characters.
     """
-    is_short = name.strip() and len(name) <= _MAX_MODEL_NAME
+    is_short = isinstance(name, str) and name.strip() and len(name) <= _MAX_MODEL_NAME
     if not is_short or not name.isprintable() or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
             f"--model {name!r} must have 1 to {_MAX_MODEL_NAME} printable characters without / : and quotes; "

@@ -32,8 +32,8 @@ class Stream:
     """
 
     def __init__(self, source: Iterable[Any], length: int) -> None:
-        if length < 1:
-            raise ObjectiveError(f"length, the number of samples per epoch, must be at least 1, not {length}")
+        if not isinstance(length, int) or length < 1:
+            raise ObjectiveError(f"length, the number of samples per epoch, must be at least 1, not {length!r}")
         self._source, self._length = source, length
         self._running: Iterator[Any] | None = None
         self._next = 0

@@ -32,6 +32,8 @@ class LengthGroupedSampler(torch_data.Sampler[list[int]]):
     """
 
     def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int, *, pool: int = 50) -> None:
+        if batch_size < 1 or pool < 1:
+            raise ObjectiveError(f"batch_size and pool must be at least 1, not {batch_size} and {pool}")
         self._lengths = torch.as_tensor(lengths)
         self._size, self._pool = batch_size, pool
 

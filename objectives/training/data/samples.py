@@ -161,7 +161,10 @@ def fingerprint_files(folder: Path | str, pattern: str = "**/*") -> str:
         ObjectiveError: no file matches `pattern`.
     """
     root = Path(folder)
-    files = sorted(path for path in root.glob(pattern) if path.is_file())
+    try:
+        files = sorted(path for path in root.glob(pattern) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise ObjectiveError(f"pattern {pattern!r} is invalid ({error}); give one such as '**/*.png'") from None
     if not files:
         raise ObjectiveError(f"no files {pattern} in {folder}")
     found = hashlib.sha256()

@@ -59,7 +59,8 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
                 f"each sample of the {name} {what} is {_describe_shapes(tree)}, but {_describe_shapes(model)} "
                 "in the train split"
             )
-        if what == "inputs" and not sum(math.prod(tensor.shape[1:]) for _, tensor in tensors(tree)):
+        parts = [tree] if isinstance(tree, MemmapRows) else [tensor for _, tensor in tensors(tree)]
+        if what == "inputs" and not sum(math.prod(each.shape[1:]) for each in parts):
             raise ObjectiveError(f"the {name} inputs have no features; check the columns in data()")
         if not isinstance(tree, MemmapRows):
             _check_finite(f"the {name} {what}", tree)

@@ -46,7 +46,12 @@ class RunDir:
         self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # not registered, one per run
         self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ObjectiveError(
+                    f"run_dir {str(path)!r} cannot be created: {error.strerror}; choose another"
+                ) from error
             self._metrics = MetricsFile(path / "metrics.jsonl")
 
     def find(self, name: str) -> Path | None:

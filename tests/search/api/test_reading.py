@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,23 @@ import pandas as pd
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch import SearchError, Study, delete_study, list_studies, load_objective
+from hpsearch import (
+    LengthGroupedSampler,
+    ObjectiveError,
+    SearchError,
+    StorageError,
+    Study,
+    TrainConfig,
+    Trainer,
+    delete_study,
+    fingerprint_files,
+    list_studies,
+    load_model,
+    load_objective,
+)
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.data.dataset import Stream
 from hpsearch.search.api.actions import find_objective_reference
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
@@ -187,6 +202,34 @@ def test_configurations_of_another_type_are_rejected(study: Study, given: Any) -
 def test_a_parameter_name_that_is_no_text_is_rejected() -> None:
     with pytest.raises(SearchError, match=r"configuration 1: the parameter name 1 is not text; use names of the"):
         Study.create("digits", name="new", enqueue=[{1: 0.5}])  # type: ignore[dict-item]  # the mistake
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: load_objective(5), "objective 5 is not text; give a name such as 'digits' or 'wine.py'"),
+        (lambda: TrainConfig.from_dict(None), "a configuration is a dictionary, not None"),
+        (
+            lambda: Trainer(Digits(), TrainConfig(), epochs="3", seed=0),
+            "epochs must be an integer of at least 1, not '3'",
+        ),
+        (
+            lambda: Trainer(Digits(), TrainConfig(), epochs=1, seed=0, run_dir="/proc/x"),
+            "run_dir '/proc/x' cannot be created: ",
+        ),
+        (lambda: Stream([], length="x"), "must be at least 1, not 'x'"),
+        (lambda: LengthGroupedSampler([1, 2], 0), "batch_size and pool must be at least 1, not 0 and 50"),
+        (lambda: fingerprint_files(".", ""), "pattern '' is invalid"),
+        (lambda: load_model(None), "None is not a model version; give NAME@ALIAS"),
+        (lambda: list_studies(home=5), "--home 5 is not a path"),
+        (lambda: list_studies(storage_url=5), "--storage-url 5 is not text"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error_of_one_line(call: Callable[[], object], words: str) -> None:
+    with pytest.raises((SearchError, StorageError, ObjectiveError)) as raised:
+        call()
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_wrong_arguments_change_nothing(study: Study) -> None:

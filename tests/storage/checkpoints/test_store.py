@@ -84,6 +84,15 @@ def test_a_missing_file_is_an_error(store: CheckpointStore, local: Path, tmp_pat
     assert not (tmp_path / "x.pt").exists()
 
 
+def test_a_folder_in_place_of_a_file_is_a_missing_file(tmp_path: Path, local: Path) -> None:
+    store = CheckpointStore(str(tmp_path / "store"))
+    stored = store.put(local, name="s-1/0000/0003-1.pt")
+    (tmp_path / "store" / stored.path).unlink()
+    (tmp_path / "store" / stored.path).mkdir()
+    with pytest.raises(StoredCheckpointError, match=r"0003-1.pt does not exist at"):
+        store.get(stored, tmp_path / "x.pt")
+
+
 def test_files_are_listed_by_folder(store: CheckpointStore, local: Path) -> None:
     for name in ("s-1/0000/0000-1.pt", "s-1/0001/0000-1.pt", "s-10/0000/0000-1.pt"):
         store.put(local, name=name)
@@ -174,7 +183,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, local: Path)
     done = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path / "store", local], capture_output=True, text=True, check=True
     )
-    assert "cannot store s-1/0000/0000-1.pt (File too large) []" in done.stdout
+    assert "cannot store s-1/0000/0000-1.pt (File too large); free disk space []" in done.stdout
     assert done.stdout.startswith("--checkpoint-url ")
 
 

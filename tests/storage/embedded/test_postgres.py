@@ -23,7 +23,7 @@ from hpsearch.storage.embedded import postgres as postgres_server
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from tests.storage.conftest import OrdinaryUser
 
 
@@ -139,7 +139,7 @@ def test_a_server_that_rejects_the_connection_is_not_replaced(
 
 def test_the_reason_of_a_slow_start_is_reported(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres, "_REPORT_AFTER", 0.0)
-    errors, lines = [StorageError("it recovers"), StorageError("it recovers")], list[str]()
+    errors, lines = [ServiceUnavailableError("it recovers") for _ in range(2)], list[str]()
     find_error = postgres.find_database_error
     monkeypatch.setattr(postgres, "find_database_error", lambda url: errors.pop() if errors else find_error(url))
     old.stop()
@@ -233,6 +233,33 @@ def test_a_folder_that_is_no_data_directory_is_not_changed(server: EmbeddedPostg
     with pytest.raises(StorageError, match="is not a Postgres data directory"):
         server.start(None)
     assert (server.data_folder / "letter.txt").exists()
+
+
+def test_an_emptied_password_file_is_reported_soon(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "_REPORT_AFTER", 0.0)
+    old.stop()
+    kept = (path := old.folder / "password").read_text()
+    path.write_text("")
+    try:
+        with pytest.raises(StorageError, match=r"^Postgres \(process \d+\): .*password"):
+            old.start(None)
+    finally:
+        path.write_text(kept)
+        old.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can use a new network namespace")
+def test_without_a_loopback_interface_the_server_is_not_replaced(old: EmbeddedPostgres) -> None:
+    running = old.find_process()
+    code = f"""
+from pathlib import Path
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
+EmbeddedPostgres(Path({str(old.folder)!r}), Path({str(old.log)!r})).attach(print)
+"""
+    command = ["unshare", "--net", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "StorageError: 127.0.0.1 is not reachable (Network is unreachable); enable the loopback" in ended.stderr
+    assert old.find_process() == running
 
 
 def test_a_lost_password_file_is_named(old: EmbeddedPostgres) -> None:

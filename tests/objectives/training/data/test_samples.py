@@ -171,5 +171,6 @@ def test_a_memory_mapped_array_is_read_lazily(tmp_path):
     found, expected = Standardize.fit(splits.train.x), Standardize.fit(plain.train.x)
     torch.testing.assert_close(found.mean, expected.mean)
     torch.testing.assert_close(found.std, expected.std)
+    splits.check()
     assert splits.hash() == plain.hash(), "the same data, wherever they lie"
     assert re.fullmatch("[0-9a-f]{64}", splits.hash())
