@@ -58,6 +58,11 @@ from hpsearch.redaction import redact
         ("password = SecretStr('x')", "password = SecretStr(***)"),
         ('password = (\n    "x"\n    "y"\n)', "password = (\n    ***\n)"),
         ('password = "x" "y"\n"z"', 'password = ***\n"z"'),
+        ("PRIVATE-TOKEN: glpat-1\nCookie: a=b; c=d", "PRIVATE-TOKEN: ***\nCookie: ***"),
+        ("curl -H 'X-Api-Key: k' https://h/p", "curl -H 'X-Api-Key: ***' https://h/p"),
+        ("setenv HF_TOKEN t; setenv LR 1", "setenv HF_TOKEN ***; setenv LR 1"),
+        ('{"pwd": "a", "pass": "b", "credentials": "c"}', '{"pwd": ***, "pass": ***, "credentials": ***}'),
+        ("self._token = 't'", "self._token = ***"),
     ],
 )
 def test_secrets_are_hidden(text: str, redacted: str) -> None:
@@ -95,6 +100,8 @@ def test_secrets_are_hidden(text: str, redacted: str) -> None:
         "self.token: nn.Embedding = nn.Embedding(3, 4)",
         'tokens.get("pad_token", "<pad>")',
         "password = (\n    read()\n)",
+        "the pass: no failures\ncookies: 3\npass: 12 of 14",
+        "sep._tokens = '</s>'",
     ],
 )
 def test_other_texts_are_kept(text: str) -> None:
@@ -105,6 +112,7 @@ def test_private_keys_are_hidden() -> None:
     start, end = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
     assert redact(f"a {start}\nMIIE\n{end} b") == f"a {start}***{end} b"
     assert redact(f"a {start}\nMIIE\n") == f"a {start}***"
+    assert redact("-----BEGIN PGP PRIVATE KEY BLOCK-----\nx\n") == "-----BEGIN PGP PRIVATE KEY BLOCK-----***"
 
 
 @pytest.mark.parametrize("part", ["-", "curl -u ", "password", "a=", "'''", "\\", "://", ": ", "password=(\n", "\n\t"])

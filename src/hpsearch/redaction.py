@@ -30,19 +30,24 @@ _KEYWORD = re.compile(rf"(?<![\w?&-])((?:ssl)?password(?:=|[ \t]+=[ \t]*)){_NO_T
 _HEADER = re.compile(
     rf"(authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_NO_TYPE}[^\s'\"]+", re.IGNORECASE
 )
+_OTHER_HEADER = re.compile(
+    r"((?<![\w-])(?:private-token|x-api-key|x-auth-token|(?:set-)?cookie)['\"]?[ \t]*:[ \t]*['\"]?)[^\s'\"][^\n'\"]*",
+    re.IGNORECASE,
+)
+_SETENV = re.compile(rf"(?<![\w?&-])(setenv[ \t]+(?:{_VARIABLES})[ \t]+){_VALUE}")
 _CURL = re.compile(r"(\bcurl\s(?:[^\n|;]{0,500}\s)?(?:-u|--user)[ =]?['\"]?[^\s:'\"]*:)[^\s'\"]+")
 # Entries of JSON, YAML and dictionaries. Prose also has `token:` and `secret:`, so these names count only in quotes, or
 # at the start of a line.
 _PASSWORDS = r"[\w.-]*(?:password|passwd|passphrase)"
 _SECRETS = rf"(?:{_PASSWORDS}|[\w.-]*(?:secret|token|{_KEYS}))"
 _ENTRY = re.compile(
-    rf"((?:(?<![\w.-]){_PASSWORDS}|(\\?['\"]){_SECRETS}\2)[ \t]*:[ \t]*)"
+    rf"((?:(?<![\w.-]){_PASSWORDS}|(\\?['\"])(?:{_SECRETS}|pass|pwd|credentials?)\2)[ \t]*:[ \t]*)"
     rf"(?:[bfru]?(\\?['\"])(?:(?!\3)(?:\\.|[^\n]))*(?:\3|$)|{_NO_TYPE}[^\s'\"]*[^\s'\",}}\])])",
     re.IGNORECASE | re.MULTILINE,
 )
 _LINE = re.compile(rf"^([ \t+-]*+{_SECRETS}[ \t]*:[ \t]+){_NO_TYPE}[^\s'\"].*$", re.IGNORECASE | re.MULTILINE)
 # Texts in code that are assigned to a name or an environment variable. Texts such as `pad_token = "<pad>"` are kept.
-_TOKENS = r"(?:[\w.-]*(?:auth|access|api|hf|hub|git|bot)[_-]?)?token"
+_TOKENS = r"(?:[\w.-]*(?:auth|access|api|hf|hub|git|bot)[_-]?|(?:\w+\.)?_)?token"
 _NAMES = rf"(?:{_PASSWORDS}|[\w.-]*(?:secret|{_KEYS})|{_TOKENS})"
 _TEXT = (
     r"[bfru]{0,2}(?:\"\"\".*?(?:\"\"\"|\Z)|'''.*?(?:'''|\Z)|"
@@ -55,7 +60,12 @@ _ASSIGNMENT = re.compile(
     rf"{_TEXT}(?:(?(bracket)\s|[ \t])*+{_TEXT})*",
     re.IGNORECASE | re.MULTILINE | re.DOTALL,
 )
-_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL)
+_PRIVATE_KEY = re.compile(
+    r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----).*?(?=-----END [A-Z0-9 ]*PRIVATE KEY|\Z)", re.DOTALL
+)
+_PATTERNS = (
+    *(_ASSIGNMENT, _PARAMETER, _VARIABLE, _SETENV, _OPTION, _KEYWORD, _HEADER, _OTHER_HEADER, _CURL, _LINE, _ENTRY),
+)
 
 
 def redact(text: str) -> str:
@@ -68,6 +78,6 @@ def redact(text: str) -> str:
     if _URL.match(text):
         text = _PARAMETER_OF_URL.sub(rf"\1{HIDDEN}", _PASSWORD_OF_URL.sub(rf"\1:{HIDDEN}@", text))
     text = _PASSWORD_IN_TEXT.sub(rf"\1:{HIDDEN}@", text)
-    for pattern in (_ASSIGNMENT, _PARAMETER, _VARIABLE, _OPTION, _KEYWORD, _HEADER, _CURL, _LINE, _ENTRY):
+    for pattern in _PATTERNS:
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PRIVATE_KEY.sub(rf"\1{HIDDEN}", text)
