@@ -80,9 +80,11 @@ def _read_file(path: str) -> bytes:
     """
     found, end = b"", time.monotonic() + _MAX_SECONDS
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
     try:
         while len(found) <= _MAX_BYTES:
-            if not select.select([descriptor], [], [], max(end - time.monotonic(), 0))[0]:
+            if not poller.poll(1000 * max(end - time.monotonic(), 0)):
                 raise OSError(errno.ETIMEDOUT, f"no program has written to this pipe within {_MAX_SECONDS:.0f} s")
             if not (part := os.read(descriptor, _MAX_BYTES)):
                 return found

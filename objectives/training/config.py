@@ -266,8 +266,10 @@ class RunPlan:
     fold: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.epochs, int) or self.epochs < 1:
-            raise ObjectiveError(f"epochs must be an integer of at least 1, not {self.epochs!r}")
+        if not isinstance(self.epochs, int):
+            raise ObjectiveError(f"epochs must be an integer, not {self.epochs!r}")
+        if self.epochs < 1:
+            raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
         if self.refit is not None and not 1 <= self.refit <= self.epochs:
             raise ObjectiveError(f"refit must be in [1, epochs={self.epochs}], not {self.refit}")
         if self.refit is not None and self.resplit_seed is not None:

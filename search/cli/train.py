@@ -131,7 +131,7 @@ def train(
     if profile or tensorboard:
         instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     folder = run_dir or _RUNS / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    is_new = not folder.exists()
+    is_new = not os.path.lexists(folder)  # False if the path may not be read
     _make_run_dir(folder)
     absolute = folder.absolute()  # the objective may change the working folder
     session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
