@@ -59,7 +59,7 @@ class BaseTrainer:
     ) -> None:
         if run_dir is None and session is not None:
             run_dir = session.run_dir
-        run_dir = None if run_dir is None else Path(run_dir)  # users pass texts, too
+        run_dir = None if run_dir is None else Path(run_dir)  # users may pass a string
         self.config, self.plan, self.ranks = config, plan, current_ranks()
         if not self.ranks.is_rank_zero:  # only rank 0 uses the session and writes files
             session = run_dir = None

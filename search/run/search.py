@@ -186,12 +186,12 @@ def _finish_search(
         console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:
         console.print(f"study stopped {stopped}; to continue, first run {format_command('start', study.spec.name)}")
+    elif not is_finished and study.spec.timeout is not None and not gave_up:
+        console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
+        is_finished = True
     elif not is_finished and (foreign := _list_foreign_trials(study)):
         console.print(
             f"started by Optuna's ask() and not ended: {', '.join(f'trial {number}' for number in foreign)}; "
             "end them with Optuna's tell(), and repeat the command"
         )
-    elif not is_finished and study.spec.timeout is not None and not gave_up:
-        console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
-        is_finished = True
     return RunResult(summary, report, interrupted, stopped, is_finished, gave_up)
