@@ -200,6 +200,7 @@ class Retrieval(Mixture):
     name: ClassVar[str] = "retrieval"
     metric = "recall_at_1"
     direction = "maximize"
+    bounds = (0, 1)
     reserve_size: ClassVar[int] = 20_000
     is_set_metric: ClassVar[bool] = True
 
@@ -226,6 +227,7 @@ class Generator(Small):
     name: ClassVar[str] = "generator"
     metric = "distance"
     direction = "minimize"
+    bounds = (0, None)
     reserve_size: ClassVar[int] = 20_000
     is_set_metric: ClassVar[bool] = True
 
@@ -374,7 +376,9 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
             number: [RunScore(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = estimate_test_score(runs, choice, metric=OBJECTIVES[name].metric, maximize=maximize)
+        expected = estimate_test_score(
+            runs, choice, metric=OBJECTIVES[name].metric, maximize=maximize, bounds=get_declared_bounds(name)
+        )
         assert expected is not None
         note("expected score", expected.mean, finalists[winner], resplit=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)
@@ -392,6 +396,14 @@ def summarize(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]
     )
     ways["inside"] = [float(found) for found in inside]
     return ways
+
+
+def get_declared_bounds(name: str) -> tuple[float, float] | None:
+    """Return the bounds that an objective declares for its metric; None if it declares none."""
+    low, high = OBJECTIVES[name].bounds
+    if low is None and high is None:
+        return None
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def draw(each: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:

@@ -170,9 +170,11 @@ def estimate_test_score(
     finite test set. The model itself is one run. With
 
     - s: number of runs of a finalist,
-    - w: variance of the runs of a finalist. All finalists have the same splits, so w has a part that is common to all k
-      finalists. With the variances of `_analyze_variance`, w = column / k + residual (k - 1) / k,
-    - b: standard error of a run from its v validation samples; b^2 is the mean over all runs of all finalists,
+    - w: variance of the winner's runs. All finalists have the same splits, so w has a part that is common to all k
+      finalists. With the variances of `_analyze_variance`, w = column / k + residual (k - 1) / k. Deviations of other
+      finalists are first multiplied by the ratio of the winner's noise to theirs, see `_get_noise_scales`,
+    - b: standard error of a run from its v validation samples; b^2 is the mean over all runs of all finalists, after
+      the same multiplication,
     - f = v / n: share of samples that two new validation splits have in common, where n is the number of training
       samples, from which new validation splits are drawn; 1 if `data()` fixes the split,
     - t: number of test samples; v, n and t are those of the winner's first run,
@@ -203,15 +205,26 @@ def estimate_test_score(
     """
     from scipy import special
 
-    known = [_get_run_error(run, metric, maximize=maximize) for row in runs.values() for run in row]
-    errors = [error for error in known if error is not None]
-    if choice.winner is None or not errors or len(runs[choice.winner]) < 2:
+    if choice.winner is None or len(runs[choice.winner]) < 2:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
     means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
+    least, most = bounds or get_metric_bounds(metric)
+    if bounds is None and not all(least <= value <= most for value in means.values()):
+        least, most = -math.inf, math.inf
+    errors = {
+        number: [error for run in row if (error := _get_run_error(run, metric, maximize=maximize)) is not None]
+        for number, row in runs.items()
+    }
+    if not any(errors.values()):
+        return None
     mean = _shrink_mean(list(means.values()), means[choice.winner], choice.standard_error)
-    sampling = statistics.fmean(error**2 for error in errors)
-    found = _analyze_variance([[run.value for run in row] for row in runs.values()])
+    scales = _get_noise_scales(
+        {**means, choice.winner: mean}, errors, (least, most), own[0].val_size, maximize=maximize
+    )
+    ratios = {number: scales[choice.winner] / scale for number, scale in scales.items()}
+    sampling = statistics.fmean((error * ratios[number]) ** 2 for number, row in errors.items() for error in row)
+    found = _analyze_variance([[run.value * ratios[number] for run in row] for number, row in runs.items()])
     column, residual = found.column / len(runs), found.residual * (len(runs) - 1) / len(runs)
     within = column + residual
     shared = min(own[0].val_size / own[0].train_size, 1.0) if own[0].has_new_split else 1.0
@@ -225,9 +238,6 @@ def estimate_test_score(
     normal = float(special.ndtri(probability))
     quantile = float(special.stdtrit(variance**2 / uncertainty, probability)) if uncertainty else normal
     reach = quantile * math.sqrt(variance)
-    least, most = bounds or get_metric_bounds(metric)
-    if bounds is None and not all(least <= value <= most for value in means.values()):
-        least, most = -math.inf, math.inf
     if math.isfinite(most - least):
         scale = most - least
         low, high = _make_proportion_interval((mean - least) / scale, reach / normal / scale, own)
@@ -249,6 +259,36 @@ def _make_proportion_interval(mean: float, deviation: float, runs: Sequence[RunS
     total = largest / min(deviation**2, 0.999 * largest) - 1
     low, high = special.betaincinv(center * total, (1 - center) * total, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return float(low), float(high)
+
+
+def _get_noise_scales(
+    means: Mapping[int, float],
+    errors: Mapping[int, Sequence[float]],
+    bounds: tuple[float, float],
+    val_size: int,
+    *,
+    maximize: bool,
+) -> dict[int, float]:
+    """Return per finalist a number that is proportional to the standard deviation of its runs.
+
+    The closer a score is to its best possible value, the less it varies. The number is
+
+    - for a metric between two bounds: the standard deviation of a proportion, sqrt(p (1 - p)). As in
+      `_make_proportion_interval`, p is not closer to a bound than 1 / (val_size + 2).
+    - for a metric that is bounded at the best possible value only, such as R2 or a squared error: the distance to this
+      bound, but at least the root mean square of the standard errors
+    - for other metrics: 1
+    """
+    low, high = bounds
+    best = high if maximize else low
+    if math.isfinite(high - low):
+        least = 1 / (val_size + 2)
+        shares = {number: min(max((mean - low) / (high - low), least), 1 - least) for number, mean in means.items()}
+        return {number: math.sqrt(share * (1 - share)) for number, share in shares.items()}
+    if math.isfinite(best):
+        least = math.sqrt(statistics.fmean(error**2 for row in errors.values() for error in row))
+        return {number: max(abs(best - mean), least) for number, mean in means.items()}
+    return dict.fromkeys(means, 1.0)
 
 
 def _get_run_error(run: RunScore, metric: str, *, maximize: bool) -> float | None:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore, RunScore, estimate_test_score, select_winner
+from hpsearch.search.finalists.winner import (
+    COVERAGE,
+    ExpectedScore,
+    RunScore,
+    WinnerSelection,
+    estimate_test_score,
+    select_winner,
+)
 
 SIZES = (600, 200, 200)
 
@@ -66,6 +73,26 @@ def test_a_perfect_score_has_an_interval() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("metric", "worse"),
+    [
+        ("r2", [1 - 0.4 * factor for factor in (0.9, 1.1)]),  # four times as far from 1
+        ("accuracy", [0.5 - 0.01 * math.sqrt(0.25 / 0.09), 0.5 + 0.01 * math.sqrt(0.25 / 0.09)]),
+    ],
+)
+def test_a_worse_finalist_with_more_noise_does_not_widen_the_interval(metric: str, worse: list[float]) -> None:
+    """All deviations equal those of the winner, relative to the noise that its score has."""
+    own = [RunScore(value, 0.01, *SIZES) for value in (0.91, 0.89)]
+    noise = statistics.stdev(worse) / statistics.stdev([0.91, 0.89])
+    others = [RunScore(value, 0.01 * noise, *SIZES) for value in sorted(worse, reverse=True)]
+    runs, same = {0: own, 1: others, 2: others}, dict.fromkeys(range(3), own)
+    choice = WinnerSelection(0, (), None)
+    found, like = (estimate_test_score(each, choice, metric=metric, maximize=True) for each in (runs, same))
+    assert found is not None
+    assert like is not None
+    assert found.high - found.low == pytest.approx(like.high - like.low, rel=1e-6)
+
+
 def test_no_accuracy_is_above_one() -> None:
     assert 0.9985 < expected({0: [0.999, 0.998]}, metric="accuracy").high <= 1.0
     assert expected({0: [0.999, 0.998]}).high > 1.0
@@ -86,7 +113,8 @@ def test_declared_bounds_limit_the_interval(scale: float, *, maximize: bool) -> 
     assert bounded is not None
     assert cut is not None
     assert 0 < bounded.low < bounded.mean < bounded.high <= scale < free.high
-    assert (cut.low, cut.high) == (free.low, scale)
+    assert cut.high == scale
+    assert cut.low == pytest.approx(free.low, rel=0.01)  # the winner is closer to the bound, so its noise is smaller
 
 
 def test_a_minimized_metric_mirrors_the_estimate() -> None:
