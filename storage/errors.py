@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Iterator
+
+from hpsearch.causes import iterate_causes
 
 
 def format_error(error: object, length: int | None = None) -> str:
@@ -19,15 +20,6 @@ def format_os_error(error: Exception) -> str:
 
 
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Iterate over an error and its causes, each once: `raise error from error` makes a cycle."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        yield error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
 
 
 def find_full_disk(error: BaseException | None) -> OSError | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from hpsearch.causes import iterate_causes
 from hpsearch.objectives.errors import ObjectiveError, get_message
 from hpsearch.objectives.training.rank_heartbeat import RankHeartbeat
 
@@ -290,19 +291,9 @@ def _release_references(error: BaseException) -> None:
 
     Gloo closes a connection only when its last reference is released, and the other ranks wait until it is closed.
     """
-    for each in _iterate_causes(error):
+    for each in iterate_causes(error):
         traceback.clear_frames(each.__traceback__)
     gc.collect()
-
-
-def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its causes, each once: `raise error from error` makes a cycle."""
-    cause: BaseException | None = error
-    seen = set[int]()
-    while cause is not None and id(cause) not in seen:
-        yield cause
-        seen.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
 
 
 def _cause_key(number: int) -> str:
@@ -319,7 +310,7 @@ def _is_consequence(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, only follows from the failure of another rank."""
     return any(
         isinstance(each, (_RankZeroError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
-        for each in _iterate_causes(error)
+        for each in iterate_causes(error)
     )
 
 

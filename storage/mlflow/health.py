@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error, iterate_causes
+from hpsearch.causes import iterate_causes
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.mlflow.credentials import check_credentials
 from hpsearch.storage.web.connections import OwnServerHandler
 from hpsearch.storage.web.token import find_request_token, is_embedded

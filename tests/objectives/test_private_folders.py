@@ -71,7 +71,7 @@ torch.compile(lambda x: (x * 2).sin() + 1)(torch.ones(4))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("order", ["preloaded", "first"])
 def test_compiled_code_is_only_in_the_private_folder(home: Path, tmp_path: Path, order: str) -> None:
     """Torch would compile a header of another user in /tmp/torchinductor_USER into each kernel."""

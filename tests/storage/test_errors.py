@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from hpsearch.objectives.training.ranks import _iterate_causes
-from hpsearch.storage.errors import find_full_disk, iterate_causes
+from hpsearch.causes import iterate_causes
+from hpsearch.storage.errors import find_full_disk
 from hpsearch.storage.mlflow.health import describe_error, is_unreachable
 
 
@@ -21,7 +21,6 @@ def cycle() -> ValueError:
 
 def test_an_error_that_is_its_own_cause_has_one_cause(cycle: ValueError) -> None:
     assert list(iterate_causes(cycle)) == [cycle]
-    assert list(_iterate_causes(cycle)) == [cycle]
     assert find_full_disk(cycle) is None
     assert not is_unreachable(cycle)
     assert describe_error(cycle) == "a"

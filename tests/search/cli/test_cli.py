@@ -297,6 +297,16 @@ def test_a_rejected_training_leaves_no_run_directory(refuse, tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["loop.py"]
 
 
+def test_an_invalid_variable_of_mlflow_leaves_no_study(
+    refuse, database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon")
+    message = refuse("run", "digits", "--name", "named", *services(database_url))
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT 'soon' is invalid; correct or unset the variable" in message
+    assert run_command(["studies", "--storage-url", database_url]) == 0
+    assert "named" not in capsys.readouterr().out
+
+
 def test_an_unknown_study_is_an_error(refuse, database_url: str) -> None:
     for verb in (["show"], ["report"], ["delete", "--yes"], ["worker", "--study"]):
         assert "no study 'nope'" in refuse(*verb, "nope", "--storage-url", database_url)

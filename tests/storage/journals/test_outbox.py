@@ -104,6 +104,12 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
     assert values(left) == [{"lr": 0.1}]
 
 
+def test_a_pipe_is_not_stored_as_an_artifact(box: Outbox, tmp_path: Path) -> None:
+    """Reading it would wait for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    assert not box.open("0007-1", HEAD).store_artifact(tmp_path / "pipe")
+
+
 def test_an_empty_journal_is_removed(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
     (box.folder / "0001-1" / JOURNAL_FILE).write_bytes(b'{"kind":"open","numb')

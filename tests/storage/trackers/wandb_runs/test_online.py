@@ -90,6 +90,7 @@ def test_a_resumed_trial_continues_its_run(
     assert (run.settings["groupName"], run.settings["displayName"]) == (post.study, f"{post.study}-0000")
 
 
+@pytest.mark.soak
 def test_an_outage_during_a_run_sends_all_records_once(
     post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
