@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import wrap_function
 from hpsearch.objectives.errors import (
@@ -149,7 +150,7 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
             raise ObjectiveError(
                 f"file {format_path(path)} changed between its check and its import; repeat the command"
             )
-        if (here := str(Path.cwd())) not in sys.path and _has_same_owner(Path.cwd(), path):
+        if (here := str(Path.cwd())) not in sys.path and _is_as_safe(Path.cwd(), path):
             sys.path.append(here)
         _search_first(path.parent)
     # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
@@ -192,10 +193,15 @@ def require_no_import(what: str) -> None:
         )
 
 
-def _has_same_owner(folder: Path, file: Path) -> bool:
-    """Return whether a folder belongs to this user, root or the owner of the file, and is not writable for all."""
+def _is_as_safe(folder: Path, file: Path) -> bool:
+    """Return whether no other users can add modules to a folder than those who can change the objective's file.
+
+    The folder belongs to this user, root or the owner of the file, and not all users can write to it.
+    """
     status = folder.stat()
-    return status.st_uid in {os.geteuid(), 0, file.stat().st_uid} and not status.st_mode & stat.S_IWOTH
+    if status.st_uid not in {os.geteuid(), 0, file.stat().st_uid} or status.st_mode & stat.S_IWOTH:
+        return False
+    return find_changeable_part(folder) is None or find_changeable_part(file) is not None
 
 
 def _import_module(name: str) -> ModuleType:

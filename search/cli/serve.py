@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import SERVICES_SECTION, add_group, echo
 from hpsearch.search.cli.services import NO_AUTH_WARNING
@@ -75,7 +76,7 @@ def mlflow(
     url = normalise_url(given, setting=variable)
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
-    _check_artifacts(artifacts)
+    artifacts = _open_artifacts(artifacts)
     token = _read_web_token(no_auth=no_auth)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
     command, environment = make_mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
@@ -85,22 +86,28 @@ def mlflow(
     os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 becomes the service
 
 
-def _check_artifacts(artifacts: str) -> None:
-    """Create a local folder, and reject that of another user, who could replace the artifacts in it."""
-    from hpsearch.search.errors import SearchError
-    from hpsearch.storage.home import get_trusted_owners
+def _open_artifacts(artifacts: str) -> str:
+    """Create a local folder of artifacts and return its real path; return a URL as it is.
 
-    folder = Path(artifacts.removeprefix("file://"))
-    if "://" in str(folder):
-        return
+    A folder that other users can change or replace is rejected: they could let the server read and delete other files.
+    """
+    from hpsearch.search.errors import SearchError
+
+    folder = Path(artifacts.removeprefix("file://")).absolute()
+    if "://" in artifacts.removeprefix("file://"):
+        return artifacts
     try:
         folder.mkdir(parents=True, exist_ok=True)  # otherwise another user could create it after this check
     except OSError as error:
         raise SearchError(
             f"--artifacts {artifacts!r} cannot be created ({error.strerror}); give another folder"
         ) from None
-    if (owner := folder.stat().st_uid) not in get_trusted_owners():
-        raise SearchError(f"--artifacts {artifacts!r} belongs to uid {owner}; give a folder of your own")
+    if (part := find_changeable_part(folder, as_folder=True)) is not None:
+        raise SearchError(
+            f"--artifacts {artifacts!r}: other users can change or replace {str(part)!r}; give a folder that only you "
+            "can change"
+        )
+    return str(folder.resolve())
 
 
 def _check_free(host: str, port: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.search.cli.app import OBJECTIVES_SECTION, echo, register
 from hpsearch.search.cli.objective_settings import Device, ObjectiveArgument, RunSeed, SetOption, make_config
 from hpsearch.search.console import EscapingFormatter
@@ -41,19 +41,23 @@ def _make_run_dir(folder: Path, *names: str) -> None:
                 raise SearchError(
                     f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
                 )
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = (folder,) if folder.parent != _RUNS else (_RUNS, folder)
-        for part in parts:  # others could replace files by links
-            status = part.stat()
-            if status.st_uid not in {0, os.geteuid()}:
-                raise SearchError(
-                    f"{str(part)!r} belongs to uid {status.st_uid}; give a folder of your own with --run-dir"
-                )
-            if status.st_mode & stat.S_IWOTH:
-                raise SearchError(
-                    f"all users can write to {str(part.absolute())!r}; give a folder of your own with --run-dir"
-                )
+        missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
+        _check_unchangeable(missing[-1].parent if missing else folder)
+        for part in reversed(missing):
+            part.mkdir(mode=0o755, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # an error if it is no folder
+        _check_unchangeable(folder)
         tempfile.TemporaryFile(dir=folder).close()
+
+
+def _check_unchangeable(folder: Path) -> None:
+    """Reject a folder in which other users could replace files by links while the command runs."""
+    from hpsearch.search.errors import SearchError
+
+    if (part := find_changeable_part(folder.absolute(), as_folder=True)) is not None:
+        raise SearchError(
+            f"other users can change or replace {str(part)!r}; give a folder that only you can change with --run-dir"
+        )
 
 
 @contextmanager

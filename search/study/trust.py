@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.objectives.references import BUILTIN, is_file_reference, locate_sources
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
-from hpsearch.storage.files import compute_sha256, find_changeable_part, write_private
+from hpsearch.storage.files import compute_sha256, write_private
 from hpsearch.storage.home import prepare_home, read_own_text, resolve_home
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 

@@ -12,16 +12,10 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.credentials import find_credentials, is_trusted_uri
+from hpsearch.storage.mlflow.credentials import find_credentials, is_configured, is_trusted_uri
+from hpsearch.storage.web.token import is_embedded
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
-# Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
-_STORE_HOSTS = {
-    "abfs": r"[\w$-]+@[\w-]+\.dfs\.core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)",
-    "r2": r"[\w.-]+@\w+(\.(eu|fedramp))?\.r2\.cloudflarestorage\.com",
-    "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
-}
-_STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 # MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
@@ -53,21 +47,40 @@ def check_removable(location: str, uri: str) -> None:
         uri: the address of the tracking server.
 
     Raises:
-        LocationRejectedError: the location is a local folder, or on another server. For a tracking server that is not
-            trusted, also if the host is not a known store.
+        LocationRejectedError: the location is a local folder or on another server, has a query or a fragment, or is an
+            object store that a server names which the user has not configured.
     """
-    try:
-        parts = urlsplit(location)
-    except ValueError:  # an invalid host
+    parts = _split(location)
+    if ".." in location.split("/"):
         parts = urlsplit("")
-    is_allowed = parts.scheme in _REMOTE or (parts.scheme in _PROXIED and _is_at_server(parts, uri))
-    if (hosts := _STORE_HOSTS.get(parts.scheme)) is not None and not is_trusted_uri(uri):
-        is_allowed = re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
-    if not is_allowed or ".." in location.split("/"):
+    if parts.scheme in _PROXIED and _is_at_server(parts, uri):
+        return
+    if parts.scheme not in _REMOTE:
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is not a remote store, so it is not used; "
             "start the MLflow server with --artifacts-destination"
         )
+    if not (is_configured(uri) or is_embedded(uri)):
+        raise LocationRejectedError(
+            f"artifact location {location} of {uri} is not used, because only the study names this MLflow server; if "
+            f"you trust it, give --tracking-uri {uri}"
+        )
+
+
+def _split(location: str) -> SplitResult:
+    """Return the parts of a location; an invalid one has no parts.
+
+    MLflow's clients of object stores ignore a query or a fragment, and with it the folders in it.
+
+    Raises:
+        LocationRejectedError: the location has a query or a fragment.
+    """
+    if "?" in location or "#" in location:
+        raise LocationRejectedError(f"artifact location {location} contains '?' or '#'; move the artifacts")
+    try:
+        return urlsplit(location)
+    except ValueError:  # an invalid host
+        return urlsplit("")
 
 
 def _is_at_server(parts: SplitResult, uri: str) -> bool:
@@ -89,7 +102,7 @@ def check_location(location: str, uri: str) -> None:
     if not is_trusted_uri(uri):
         check_removable(location, uri)
         return
-    parts = urlsplit(location)
+    parts = _split(location)
     if parts.scheme in _PROXIED and not _is_at_server(parts, uri) and (source := find_credentials()) is not None:
         raise LocationRejectedError(
             f"artifact location {location} is on another server than {uri}, so the credentials in {source} are not "

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.storage.files import (
     append_atomically,
     compute_folder_bytes,
     compute_folder_sha256,
-    find_changeable_part,
     lock_file,
     read_last_lines,
     read_tail,

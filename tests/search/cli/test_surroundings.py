@@ -161,15 +161,24 @@ def test_the_compiler_imports_no_modules_of_the_working_folder(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user_is_rejected_for_the_artifacts_of_mlflow(
-    tmp_path: Path, database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("owner", ["folder", "link"])
+def test_artifacts_of_mlflow_are_not_in_a_folder_that_another_user_can_replace(
+    open_folder: Path,
+    database_url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
 ) -> None:
-    folder = tmp_path / "artifacts"
-    folder.mkdir()
-    os.chown(folder, 65534, -1)
+    artifacts = open_folder / "artifacts"
+    if owner == "link":
+        (open_folder / "mine").mkdir()
+        artifacts.symlink_to("mine")
+    else:
+        artifacts.mkdir()
+    os.chown(artifacts, 65534, -1, follow_symlinks=False)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", database_url)
-    assert run_command(["serve", "mlflow", "--port", "59333", "--artifacts", str(folder)]) == 2
-    assert "belongs to uid 65534; give a folder of your own" in capsys.readouterr().err
+    assert run_command(["serve", "mlflow", "--port", "59333", "--artifacts", str(artifacts)]) == 2
+    assert f"other users can change or replace '{artifacts}'" in capsys.readouterr().err
 
 
 _INTERRUPTED = """

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.search.cli import run_command
 from tests.factories import LOOP_OBJECTIVE
 from tests.faults.harness import Zygote
@@ -53,23 +54,45 @@ def test_an_objective_that_changes_the_working_folder_has_its_files_in_the_run_d
     assert (tmp_path / "a" / "report.md").exists()
 
 
+_CHANGEABLE = (
+    "hpsearch: other users can change or replace '{}'; give a folder that only you can change with --run-dir\n"
+)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_default_run_directory_of_another_user_is_rejected(capsys, tmp_path: Path) -> None:
+def test_a_default_run_directory_of_another_user_is_rejected(capsys, open_folder: Path) -> None:
     """Its owner could replace the files of the run by links."""
-    (tmp_path / "runs").mkdir(mode=0o777)
-    os.chown(tmp_path / "runs", 65534, -1)
+    (open_folder / "runs").mkdir(mode=0o777)
+    os.chown(open_folder / "runs", 65534, -1)
     code, _, err = call(capsys, "train", "digits", *SMALL)
-    assert (code, err) == (2, "hpsearch: 'runs' belongs to uid 65534; give a folder of your own with --run-dir\n")
+    assert (code, err) == (2, _CHANGEABLE.format(open_folder / "runs"))
 
 
 @pytest.mark.parametrize("command", ["train", "lr-range"])
-def test_a_folder_that_all_users_can_write_to_is_rejected(capsys, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o2775])
+def test_a_folder_that_other_users_can_write_to_is_rejected(capsys, open_folder: Path, command: str, mode: int) -> None:
     """They could replace files by links while the command runs."""
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    code, _, err = call(capsys, command, "digits", "--run-dir", "open")
-    message = f"hpsearch: all users can write to '{tmp_path / 'open'}'; give a folder of your own with --run-dir\n"
-    assert (code, err) == (2, message)
+    folder = open_folder / "open"
+    folder.mkdir()
+    os.chown(folder, -1, 65534 if os.geteuid() == 0 else -1)
+    folder.chmod(mode)
+    for given in ("open", "open/new"):
+        code, _, err = call(capsys, command, "digits", "--run-dir", given)
+        assert (code, err) == (2, _CHANGEABLE.format(folder))
+    assert not list(folder.iterdir())
+    open_folder.chmod(0o700)
+    assert find_changeable_part(folder, as_folder=True) is None, "others cannot reach it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_default_run_directory_behind_a_link_of_another_user_is_rejected(capsys, open_folder: Path) -> None:
+    """Its owner could let it lead to another folder while the command runs."""
+    (open_folder / "mine").mkdir()
+    (open_folder / "runs").symlink_to("mine")
+    os.chown(open_folder / "runs", 65534, -1, follow_symlinks=False)
+    code, _, err = call(capsys, "train", "digits", *SMALL)
+    assert (code, err) == (2, _CHANGEABLE.format(open_folder / "runs"))
+    assert not list((open_folder / "mine").iterdir())
 
 
 def test_the_test_split_is_opened_once_and_only_on_request(capsys) -> None:
