@@ -132,7 +132,9 @@ def _add_value(error: typer.TyperException, message: str, given: list[str]) -> s
             continue
         if name in given[:-1]:
             message = message.replace(found[0], f"{name} {given[given.index(name) + 1]!r}:")
-        elif found[1] in os.environ:
+        elif (joined := next((each for each in given if each.startswith(f"{name}=")), None)) is not None:
+            message = message.replace(found[0], f"{name} {joined.partition('=')[2]!r}:")
+        elif found[1] is not None and found[1] in os.environ:
             message = message.replace(found[0], f"{found[1]} {os.environ[found[1]]!r}:")
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         near = [*(error.possibilities or ()), *filter(None, [CURRENT_NAMES.get(error.option_name)])]

@@ -214,6 +214,7 @@ def serve_check(
     if services.tracking_uri is None:
         raise SearchError("--tracking-uri is missing; give the URL of the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
+    echo(f"loading and evaluating {model}")
     done = check(storage, services.open_tracking(), model, tolerance=tolerance, allow_code=allow_code)
     echo(f"{done.version.model} version {done.version.number} is from trial {done.trial} of study {done.study}")
     trained_on = " (of a refit, on samples that it was trained on)" if done.is_refit else ""

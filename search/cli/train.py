@@ -42,7 +42,8 @@ def _make_run_dir(folder: Path, *names: str) -> None:
                     f"--run-dir {str(folder)!r} contains the link {name!r}; remove it, or give another folder"
                 )
         missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]
-        _check_unchangeable(missing[-1].parent if missing else folder)
+        if (found := missing[-1].parent if missing else folder).is_dir():
+            _check_unchangeable(found)
         for part in reversed(missing):
             part.mkdir(mode=0o755, exist_ok=True)
         folder.mkdir(exist_ok=True)  # an error if it is no folder

@@ -40,6 +40,7 @@ class Watchdog:
         self._beats = 0
         self._release: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
+        self._limited: tuple[str, float] | None = None  # a step with a limit of time, and its end
         if heartbeat is not None:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
@@ -62,9 +63,7 @@ class Watchdog:
         """
         self._beats, self._longest, self._last = 0, 0.0, time.monotonic()
         self._release = release
-        if self._stall_factor is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="stall", daemon=True)
-            self._thread.start()
+        self._start()
 
     def stop_watching(self) -> None:
         """Stop monitoring the attempt."""
@@ -73,13 +72,12 @@ class Watchdog:
     @contextmanager
     def limit(self, step: str) -> Iterator[None]:
         """End this process, and release the trial, if a step of the end of a trial exceeds `end_timeout`."""
-        timer = threading.Timer(self._end_timeout, self._exit_hanging, [step])
-        timer.daemon = True
-        timer.start()
+        self._start()
+        self._limited = step, time.monotonic() + self._end_timeout
         try:
             yield
         finally:
-            timer.cancel()
+            self._limited = None
 
     def watch_fleet(self, is_gone: Callable[[], bool], grace: float) -> None:
         """End this process if it still runs `grace` seconds after the end of the fleet that started it."""
@@ -92,21 +90,28 @@ class Watchdog:
 
         threading.Thread(target=run, name="fleet", daemon=True).start()
 
-    def _exit_hanging(self, step: str) -> None:
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        self.exit(f"{step} has not ended after {self._end_timeout:g} s (--barrier-timeout)")
+    def _start(self) -> None:
+        """Start the thread, once, because without free memory the start of a thread may never return."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
-        assert self._stall_factor is not None
         while True:
             time.sleep(min(1.0, MIN_PAUSE_SECONDS / 4))  # polls, because a missing step cannot wake the thread
-            release, pause = self._release, time.monotonic() - self._last
-            if release is None or not self._beats:
-                continue
-            if pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest):
-                continue
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            self.exit(f"no training step for {pause:.0f} s (longest pause before: {self._longest:.3g} s)")
+            if (reason := self._find_hang()) is not None:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                self.exit(reason)
+
+    def _find_hang(self) -> str | None:
+        if (limited := self._limited) is not None and time.monotonic() > limited[1]:
+            return f"{limited[0]} has not ended after {self._end_timeout:g} s (--barrier-timeout)"
+        release, pause = self._release, time.monotonic() - self._last
+        if self._stall_factor is None or release is None or not self._beats:
+            return None
+        if pause <= max(MIN_PAUSE_SECONDS, self._stall_factor * self._longest):
+            return None
+        return f"no training step for {pause:.0f} s (longest pause before: {self._longest:.3g} s)"
 
     def exit(self, reason: str) -> None:
         """Release the trial of the monitored attempt, if there is one, and end this process, which may hang."""

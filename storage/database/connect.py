@@ -153,7 +153,7 @@ def make_engine(
     @sa.event.listens_for(engine, "do_connect")
     def connect_without_variables(dialect: Any, _record: Any, arguments: Any, parameters: Any) -> Any:
         check_server_user(parsed)
-        with ignore_variables(parsed):
+        with ignore_variables(parsed), _decode_messages():
             return dialect.connect(*arguments, **parameters)
 
     _ENGINES.add(engine)
@@ -188,6 +188,17 @@ def open_autocommit(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection
                 driver.autocommit = False
 
 
+@contextmanager
+def _decode_messages() -> Iterator[None]:
+    """Convert messages of the server in another encoding than UTF-8, which psycopg2 cannot decode, to its errors."""
+    import psycopg2
+
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise psycopg2.OperationalError(error.object.decode("latin-1")) from None
+
+
 def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:
     """Open a psycopg2 connection.
 
@@ -202,7 +213,7 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     try:
         settings = make_client_settings(parsed, application_name=application_name)
         check_server_user(parsed)
-        with ignore_variables(parsed):
+        with ignore_variables(parsed), _decode_messages():
             connection: Connection = psycopg2.connect(dsn, **settings)
     except psycopg2.Error as error:
         raise make_connection_error(error, parsed, setting=setting) from None

@@ -273,7 +273,7 @@ class EmbeddedPostgres:
             progress: called with the reason of a wait of more than two seconds.
 
         Raises:
-            StorageError: the server answers, but rejects the connection.
+            StorageError: the server answers, but rejects the connection, or it cannot be stopped.
         """
         check_loopback()  # otherwise this method would stop a server that others use
         began, is_reported = time.monotonic(), False
@@ -290,6 +290,11 @@ class EmbeddedPostgres:
                 if has_answered(error):  # a restart would end the connections of others, and not help
                     raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")
                 self.stop()
+                if self.find_process() is not None:
+                    raise StorageError(
+                        f"Postgres (process {server.pid}) does not answer, and this user may not stop it "
+                        f"({format_error(error)}); stop it as its user or as root"
+                    )
             time.sleep(_POLL)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import os
 import re
 import ssl
@@ -64,6 +65,8 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
             remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         error_type = TrackingUnavailableError if error.code >= 500 else StorageError
         raise error_type(f"{setting} {shown}: the server answers {error.code} {error.reason}; {remedy}") from None
+    except http.client.HTTPException:  # another protocol
+        raise StorageError(f"{setting} {shown} is not an MLflow server; {remedy}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise TrackingUnavailableError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
@@ -99,7 +102,7 @@ def read_server_version(uri: str) -> str | None:
     try:
         with _get(uri, "/version") as reply:
             version: str = reply.read(40).decode(errors="replace").strip()
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     return version if version[:1].isdigit() else None
 

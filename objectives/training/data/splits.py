@@ -63,7 +63,16 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
         if what == "inputs" and not sum(math.prod(each.shape[1:]) for each in parts):
             raise ObjectiveError(f"the {name} inputs have no features; check the columns in data()")
         if not isinstance(tree, MemmapRows):
+            _check_has_values(f"the {name} {what}", tree)
             _check_finite(f"the {name} {what}", tree)
+
+
+def _check_has_values(what: str, tree: Tree) -> None:
+    for _, tensor in tensors(tree):
+        if tensor.is_meta:
+            raise ObjectiveError(f"{what} are on the device 'meta', so they have no values; create them on the CPU")
+        if tensor.requires_grad:
+            raise ObjectiveError(f"{what} have a gradient graph; compute them under torch.no_grad() in data()")
 
 
 def _check_finite(what: str, tree: Tree) -> None:

@@ -70,7 +70,7 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
     Raises:
         DeviceMemoryError: the memory of the device is exhausted.
         ObjectiveError: an operation has no deterministic kernel, which the configuration requires; or the loss depends
-            on no trainable parameter.
+            on no trainable parameter, or on tensors of an earlier step.
     """
     try:
         yield
@@ -85,6 +85,11 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
             raise ObjectiveError(
                 "the loss depends on no trainable parameter: it is detached, computed without gradients, or all "
                 "parameters are frozen"
+            ) from error
+        if "backward through the graph a second time" in first:
+            raise ObjectiveError(
+                "the loss depends on tensors of an earlier step; if the model stores a tensor, such as a hidden state, "
+                "call detach() on it"
             ) from error
         raise
 

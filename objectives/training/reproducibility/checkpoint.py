@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hpsearch.kill_points import kill_point
+from hpsearch.objectives.errors import ObjectiveError
 
 log = logging.getLogger("hpsearch.objectives.training")
 
@@ -71,8 +72,12 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointError: the file is truncated or changed, or contains objects other than plain values and tensors.
+        ObjectiveError: the path is a folder, or the user may not read it.
     """
-    _verify(path)
+    try:
+        _verify(path)
+    except (IsADirectoryError, PermissionError) as error:
+        raise ObjectiveError(f"{path} cannot be read ({error.strerror}); remove it, or use another folder") from None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -7,7 +7,9 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ BAD = [
     (["run", "x" * 300 + ".py"], ["does not exist"]),
     (["objective", "show", "x" * 300], ["unknown objective"]),
     (["objective", "show", "digits", "--set", "lr"], ["--set 'lr'", "lr=1e-3"]),
+    (["run", "digits", "--trials=1e3"], ["--trials '1e3'"]),
+    (["top", "s", "--every="], ["--every ''"]),
     (["objective", "show", "digits", "--set", "batch_size=99999999999999999999"], ["batch_size", "2147483647"]),
     (["train", "digits", "--run-dir", "/dev/null/x"], ["--run-dir '/dev/null/x'", "Not a directory"]),
     (["lr-range", "digits", "--run-dir", "/dev/null"], ["--run-dir '/dev/null'", "File exists"]),
@@ -234,6 +238,39 @@ def test_an_error_in_the_users_file_names_its_file_and_line(refuse, tmp_path: Pa
     message = refuse("run", str(path))
     assert "mine.py:3" in message
     assert "nonsense" in message
+
+
+def _answer(listener: socket.socket, answer: bytes) -> None:
+    """Answer each connection of the listener, until it is closed."""
+    with suppress(OSError):
+        while True:
+            with listener.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(answer)
+
+
+@pytest.fixture
+def other_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the address of a server that gives the answer of the test's parameter to every request."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_answer, args=(listener, request.param), daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("other_server", [b"SSH-2.0-OpenSSH_9.0\r\n"], indirect=True)
+def test_a_tracking_server_with_another_protocol_is_rejected(refuse, database_url: str, other_server: str) -> None:
+    message = refuse("run", "digits", "--storage-url", database_url, "--tracking-uri", f"http://{other_server}")
+    assert f"--tracking-uri http://{other_server} is not an MLflow server" in message
+
+
+_REJECTION = b"SFATAL\0C28P01\0Mpassword authentication failed f\xfcr u\0\0"  # in ISO 8859-1
+
+
+@pytest.mark.parametrize("other_server", [b"E" + (len(_REJECTION) + 4).to_bytes(4, "big") + _REJECTION], indirect=True)
+def test_a_rejection_by_postgres_in_another_encoding_is_an_error_of_one_line(refuse, other_server: str) -> None:
+    message = refuse("studies", "--storage-url", f"postgresql://u:p@{other_server}/x?sslmode=disable")
+    assert "rejected the password of user 'u'; correct the password" in message
 
 
 def services(url: str) -> list[str]:

@@ -341,3 +341,10 @@ def test_warnings_of_a_run_are_printed(capsys) -> None:
     assert "last.pt is truncated or changed" in lines[0]
     assert "no valid checkpoint in " in lines[-1]
     assert lines[-1].endswith("/a; the run starts from the beginning")
+    Path("a", "last.pt").unlink()
+    Path("a", "last.pt").mkdir()
+    code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    assert (code, err.partition("a/last.pt ")[2]) == (
+        2,
+        "cannot be read (Is a directory); remove it, or use another folder\n",
+    )

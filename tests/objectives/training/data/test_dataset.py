@@ -158,6 +158,17 @@ def test_a_split_that_cannot_be_made_is_refused(kwargs, message):
         _make(**kwargs)
 
 
+def test_data_have_values_and_no_gradient_graph():
+    whole = Dataset(torch.ones(4, 3), torch.ones(4))
+    graph, meta = torch.ones(4, 3, requires_grad=True), torch.ones(4, device="meta")
+    for part, message in (
+        (Dataset(graph * 2, whole.y), "the validation inputs have a gradient graph"),
+        (Dataset(whole.x, meta), "the validation targets are on the device 'meta', so they have no values"),
+    ):
+        with pytest.raises(ObjectiveError, match=message):
+            Splits(whole, part, whole).check()
+
+
 def test_inputs_without_features_are_refused():
     splits = Splits.make(np.zeros((20, 0)), np.arange(20) % 2, seed=0)
     with pytest.raises(ObjectiveError, match="the train inputs have no features; check the columns in data"):
