@@ -20,7 +20,7 @@ from hpsearch.storage.attributes import (
 )
 from hpsearch.storage.database.mlflow_links import RUN_PAGE, replace_run_links
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.locations import LocationRejectedError, check_removable
+from hpsearch.storage.mlflow.locations import is_in_known_store
 
 # Release running trials as a worker does: no retry is counted, and the next worker resumes the trial. Workers of the
 # original database are marked as exited.
@@ -196,11 +196,7 @@ def _is_allowed_location(location: str) -> bool:
         return False
     if location.startswith((_PROXY, "http:", "https:")):
         return location.startswith(_PROXY) and not location.startswith(f"{_PROXY}/")
-    try:
-        check_removable(location, "http://unconfigured.invalid")
-    except LocationRejectedError:
-        return _REFERENCE.fullmatch(location) is not None
-    return True
+    return is_in_known_store(location) or _REFERENCE.fullmatch(location) is not None
 
 
 # Webhooks would send events to addresses that the author of the backup has chosen, and a server that starts continues

@@ -16,6 +16,13 @@ from hpsearch.storage.mlflow.credentials import find_credentials, is_configured,
 from hpsearch.storage.web.token import is_embedded
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
+# Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
+_STORE_HOSTS = {
+    "abfs": r"[\w$-]+@[\w-]+\.dfs\.core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)",
+    "r2": r"[\w.-]+@\w+(\.(eu|fedramp))?\.r2\.cloudflarestorage\.com",
+    "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
+}
+_STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 # MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
@@ -51,11 +58,9 @@ def check_removable(location: str, uri: str) -> None:
             object store that a server names which the user has not configured.
     """
     parts = _split(location)
-    if ".." in location.split("/"):
-        parts = urlsplit("")
-    if parts.scheme in _PROXIED and _is_at_server(parts, uri):
+    if parts.scheme in _PROXIED and _is_at_server(parts, uri) and ".." not in location.split("/"):
         return
-    if parts.scheme not in _REMOTE:
+    if parts.scheme not in _REMOTE or ".." in location.split("/"):
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is not a remote store, so it is not used; "
             "start the MLflow server with --artifacts-destination"
@@ -65,6 +70,13 @@ def check_removable(location: str, uri: str) -> None:
             f"artifact location {location} of {uri} is not used, because only the study names this MLflow server; if "
             f"you trust it, give --tracking-uri {uri}"
         )
+
+
+def is_in_known_store(location: str) -> bool:
+    """Return whether a location is in a remote store that is not an MLflow server, at a host of this kind of store."""
+    parts = _split(location)
+    hosts = _STORE_HOSTS.get(parts.scheme, ".*")
+    return parts.scheme in _REMOTE and re.fullmatch(hosts, parts.netloc, re.ASCII | re.IGNORECASE) is not None
 
 
 def _split(location: str) -> SplitResult:
