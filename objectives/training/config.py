@@ -106,6 +106,9 @@ class TrainConfig:
     matmul_precision: Annotated[str, choice(MATMUL_PRECISIONS, "precision of fp32 matrix products")] = "high"
     deterministic: Annotated[bool, field("use deterministic kernels only; an operation without one fails")] = True
     compile: Annotated[bool, field("use torch.compile; if it fails, log the reason and continue without it")] = False
+    vectorize_folds: Annotated[
+        bool, field("train the folds of a trial as one vectorized model if it is equal and faster; else in turns")
+    ] = True
     channels_last: Annotated[bool, field("use channels-last memory format for [n, c, h, w], faster on GPUs")] = False
     activation_checkpointing: Annotated[bool, field("recompute activations in backward passes to save memory")] = False
     eval_batch_size: Annotated[

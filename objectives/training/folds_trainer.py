@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective, overrides
-from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.evaluation.ensemble import Ensemble
-from hpsearch.objectives.training.loop.epoch import require_same_run
+from hpsearch.objectives.training.fold_metrics import merge_metrics, score_folds
+from hpsearch.objectives.training.loop.epoch import EpochSums, require_same_run
+from hpsearch.objectives.training.loop.fold_group import FoldGroup
+from hpsearch.objectives.training.loop.fold_group_check import build_fold_group
 from hpsearch.objectives.training.loop.guards import translate_torch_errors
 from hpsearch.objectives.training.loop.measure_model import get_peak_memory, unwrap_model
 from hpsearch.objectives.training.loop.prepare import combine_hashes
@@ -26,14 +27,11 @@ from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, MID_EPOCH_F
 from hpsearch.objectives.training.loop.step_functions import bind_export, get_forward_call
 from hpsearch.objectives.training.reports.report import write_sections
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.reproducibility.seeds import derive_seed, make_reproducible
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, make_reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, ResplitScore
 from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Session, Verdict
-from hpsearch.objectives.training.trainer import BaseTrainer, Trainer, format_metrics
-
-_SUMMED = frozenset({"epoch_seconds"})  # metrics that are summed over the folds; the others are averaged
-_LARGEST = frozenset({"peak_memory_bytes"})
+from hpsearch.objectives.training.trainer import BaseTrainer, MidEpochStopError, Trainer, format_metrics
 
 
 class _FoldCurve(Curve):
@@ -89,7 +87,10 @@ class _FoldRun:
 
 
 class FoldsTrainer(BaseTrainer):
-    """Cross-validation of one configuration: one model per fold, trained in turns, one epoch each.
+    """Cross-validation of one configuration: one model per fold, trained together or in turns, one epoch each.
+
+    The folds train as one vectorized model if a check at the start finds that it is equal and faster (see
+    `build_fold_group`). The checkpoint stores this choice for a resumed run.
 
     An epoch of this run is an epoch of all folds. Its metrics are the means over the folds. The best
     epoch and the patience are computed from the mean of the metric. A checkpoint contains all folds, and a run
@@ -132,6 +133,8 @@ class FoldsTrainer(BaseTrainer):
             _FoldSession(self, index, _FoldCurve(metric, maximize=maximize)) for index in range(plan.folds)
         ]
         self._folds: list[_FoldRun] = []
+        self._group: FoldGroup | None = None  # None trains the folds in turns
+        self._sums: list[EpochSums] = []  # of the group's current epoch
         self._identity: dict[str, Any] = {}
         self._last_seconds = 0.0  # duration of the last epoch of a fold
 
@@ -177,11 +180,24 @@ class FoldsTrainer(BaseTrainer):
             "split_hash": combine_hashes([fold.run.identity["split_hash"] for fold in self._folds]),
         }
         if state is not None:
-            require_same_run({**state, "format": CHECKPOINT_FORMAT}, self._identity)
+            config = TrainConfig.from_dict(state["config"]).to_dict()  # newer settings get their defaults
+            require_same_run({**state, "format": CHECKPOINT_FORMAT, "config": config}, self._identity)
             self._curve.load_state_dict(state)
             self.files.log.info("resumed after epoch %d", self._curve.next_epoch)
+        self._choose_path(None if state is None else state.get("is_vectorized", False))
         resolved = {**self._identity, "environment": first.environment}
         return self._open(self._curve, resolved, first.git_diff, resumed_at=self._step if state else None)
+
+    def _choose_path(self, was_vectorized: bool | None) -> None:
+        """Decide whether the folds train together; a resumed run keeps the choice of its checkpoint."""
+        reason = "as before the interruption"
+        if was_vectorized is not False:
+            runs = [fold.run for fold in self._folds]
+            self._group, reason = build_fold_group(
+                self.objective, self.config, runs, is_resumed=was_vectorized is not None
+            )
+        path = "in turns" if self._group is None else "as one vectorized model"
+        self.files.log.info("folds train %s: %s", path, reason)
 
     def _make_trainer(self, session: _FoldSession) -> Trainer:
         plan = self.plan
@@ -205,13 +221,9 @@ class FoldsTrainer(BaseTrainer):
     def _epoch(self) -> Verdict:
         """Train an epoch of each fold, then save and report the run."""
         epoch = self._curve.next_epoch
-        for fold in self._folds:
-            if fold.run.curve.next_epoch > epoch:  # trained before the run was interrupted within the epoch
-                continue
-            began = time.perf_counter()
-            if (verdict := fold.trainer.run_epoch(fold.run)) != Verdict.CONTINUE:
-                return verdict
-            self._last_seconds = time.perf_counter() - began
+        train = self._train_in_turns if self._group is None else partial(self._train_together, self._group)
+        if (verdict := train(epoch)) != Verdict.CONTINUE:
+            return verdict
         records = [fold.run.curve.history[epoch] for fold in self._folds]
         metrics = merge_metrics([record.metrics for record in records], f"val_{self.objective.metric}")
         record = EpochRecord(epoch, time.time(), metrics)
@@ -221,10 +233,43 @@ class FoldsTrainer(BaseTrainer):
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", format_metrics(metrics))
         return self._report(record)
 
+    def _train_in_turns(self, epoch: int) -> Verdict:
+        for fold in self._folds:
+            if fold.run.curve.next_epoch > epoch:  # trained before the run was interrupted within the epoch
+                continue
+            began = time.perf_counter()
+            if (verdict := fold.trainer.run_epoch(fold.run)) != Verdict.CONTINUE:
+                return verdict
+            self._last_seconds = time.perf_counter() - began
+        return Verdict.CONTINUE
+
+    def _train_together(self, group: FoldGroup, epoch: int) -> Verdict:
+        """Train and validate an epoch of all folds; the last fold acts for all of them within the epoch."""
+        last, started = self._folds[-1], time.perf_counter()
+        is_resumed = last.run.mid_epoch_state is not None
+        sums = [fold.trainer.begin_epoch(fold.run, epoch) for fold in self._folds]
+        if not is_resumed:  # a resumed epoch has restored the same generators for each fold
+            set_seed(self.plan.seed, "epoch", epoch)
+        started -= sums[-1].seconds
+        self._sums = sums
+        try:
+            group.train_epoch(epoch, sums, partial(last.trainer.save_mid_epoch_if_due, last.run, started, sums[-1]))
+        except MidEpochStopError:
+            return Verdict.STOP
+        seconds = (time.perf_counter() - started) / len(self._folds)
+        for fold, own in zip(self._folds, sums, strict=True):
+            fold.trainer.end_epoch(fold.run, own, seconds)
+        return Verdict.CONTINUE
+
     def choose_mid_epoch_action(self, index: int, left: Callable[[], float]) -> MidEpochAction:
         """Return the action of the run's session within an epoch of the fold at `index`."""
         if self.session is None:
             return MidEpochAction.NONE
+        if self._group is not None:  # `left` contains the validation of one fold
+            ends = sum(fold.run.epoch_end_seconds for fold in self._folds[:-1])
+            if (action := self.session.mid_epoch_action(lambda: left() + ends)) is not MidEpochAction.NONE:
+                self._group.prepare_checkpoint()
+            return action
         later = len(self._folds) - index - 1
         return self.session.mid_epoch_action(lambda: left() + later * max(self._last_seconds, left()))
 
@@ -232,6 +277,10 @@ class FoldsTrainer(BaseTrainer):
         """Save all folds; `state` is that of the fold at `index`, which is within an epoch."""
         assert self.session is not None
         folds = [fold.run.state_dict() for fold in self._folds]
+        if self._group is not None:
+            for number, (fold, sums) in enumerate(zip(self._folds, self._sums, strict=True)):
+                fold.run.finite_guard.flush()  # only finite states are saved
+                folds[number] = fold.run.mid_epoch_state_dict(sums.state_dict())
         folds[index] = state
         self.session.save_mid_epoch(
             {**self._state_dict(folds), "format": MID_EPOCH_FORMAT, "within": {"sums": {"steps": self._step}}}
@@ -257,6 +306,7 @@ class FoldsTrainer(BaseTrainer):
             "notes": self._notes,
             "fold_states": [fold.run.state_dict() for fold in self._folds] if folds is None else folds,
             "step": self._step,
+            "is_vectorized": self._group is not None,
             **self._curve.state_dict(),
         }
 
@@ -329,65 +379,3 @@ def check_folds(objective: BaseObjective) -> Objective:
                 "the forward() of the model, and the models of the folds are averaged; remove --folds"
             )
     return objective
-
-
-def merge_metrics(folds: list[Mapping[str, float]], key: str) -> dict[str, float]:
-    """Return the metrics of a run from those of its folds: means, and for the metric `key` also each fold's value.
-
-    The result also contains the standard error of the mean of `key`, as ``{key}_se``. Folds share training samples, so
-    it is too small by an unknown factor (Bengio and Grandvalet 2004, *Journal of Machine Learning Research* 5).
-    """
-    merged = {name: _merge(name, [fold[name] for fold in folds if name in fold]) for name in folds[0]}
-    values = [fold[key] for fold in folds]
-    merged[f"{key}_se"] = _compute_standard_error(values)
-    return merged | {_get_fold_key(key, number): value for number, value in enumerate(values, start=1)}
-
-
-def select_fold_metrics(metrics: Mapping[str, float], key: str, folds: int) -> list[float]:
-    """Return the values of the metric `key` in each fold, from the metrics of a run with folds."""
-    return [metrics[_get_fold_key(key, number)] for number in range(1, folds + 1)]
-
-
-def _get_fold_key(key: str, number: int) -> str:
-    return f"{key}_fold_{number}"
-
-
-def _compute_standard_error(values: list[float]) -> float:
-    """Return the standard error of the mean; NaN if a value is not finite, which `stdev` rejects."""
-    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
-
-
-def _merge(name: str, values: list[float]) -> float:
-    if name in _SUMMED:
-        return math.fsum(values)
-    return max(values) if name in _LARGEST else fmean(values)
-
-
-def score_folds(
-    curves: list[list[float]], *, maximize: bool, sizes: tuple[int, int, int], has_new_split: bool = True
-) -> ResplitScore:
-    """Return the score of a cross-validation: each fold is scored at the epoch that the other folds select.
-
-    Args:
-        curves: metric by fold and epoch [folds, epochs].
-        maximize: whether higher values are better.
-        sizes: numbers of training samples of a fold, of validation samples of all folds, and of test samples.
-        has_new_split: whether the division into folds differs from that of the study.
-    """
-    sign = 1.0 if maximize else -1.0
-    epochs = range(len(curves[0]))
-
-    def find_best(chosen: list[list[float]]) -> int:
-        return max(epochs, key=lambda epoch: (sign * math.fsum(curve[epoch] for curve in chosen), -epoch))
-
-    selected = [find_best(curves[:index] + curves[index + 1 :]) for index in range(len(curves))]
-    values = [curve[epoch] for curve, epoch in zip(curves, selected, strict=True)]
-    best = find_best(curves)
-    return ResplitScore(
-        value=fmean(values),
-        optimism=fmean(curve[best] for curve in curves) - fmean(values),
-        error=_compute_standard_error(values),
-        epochs=tuple(selected),
-        has_new_split=has_new_split,
-        sizes=sizes,
-    )

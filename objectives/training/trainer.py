@@ -102,7 +102,7 @@ class BaseTrainer:
                 self.session.log(path)
 
 
-class _MidEpochStopError(Exception):
+class MidEpochStopError(Exception):
     """Exception that ends the training within an epoch, after the state is saved."""
 
 
@@ -179,14 +179,18 @@ class Trainer(BaseTrainer):
     def run_epoch(self, run: Run) -> Verdict:
         """Train, validate, save and report, in this order, so that no reported epoch is lost if the process dies."""
         epoch, started = run.curve.next_epoch, time.perf_counter()
-        sums = self._begin_epoch(run, epoch)
+        sums = self.begin_epoch(run, epoch)
         started -= sums.seconds
         try:
             with self.instruments.profiler(run, self.files.path):
-                train_epoch(run, epoch, sums, partial(self._save_mid_epoch_if_due, run, started))
-        except _MidEpochStopError:
+                train_epoch(run, epoch, sums, partial(self.save_mid_epoch_if_due, run, started))
+        except MidEpochStopError:
             return Verdict.STOP
-        training = time.perf_counter() - started
+        return self.end_epoch(run, sums, time.perf_counter() - started)
+
+    def end_epoch(self, run: Run, sums: EpochSums, training: float) -> Verdict:
+        """Validate, save and report an epoch whose steps took `training` seconds."""
+        epoch, began = run.curve.next_epoch, time.perf_counter()
         self.files.record_steps(run.steplog.drain())
         run.strategy.sync_buffers(run.model)
         run.weight_averaging.after_epoch(epoch, run.batch_source.inputs, get_forward_call(run.step_function))
@@ -200,7 +204,7 @@ class Trainer(BaseTrainer):
             **measured,
             "lr": sums.lr,
             "grad_norm": sums.grad_norm,
-            "epoch_seconds": time.perf_counter() - started,
+            "epoch_seconds": training + time.perf_counter() - began,
             "samples_per_second": sums.samples / training,
         }
         if not run.ranks.is_single_process:
@@ -213,7 +217,7 @@ class Trainer(BaseTrainer):
         best = run.curve.add(record, run.copy_weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
-        run.epoch_end_seconds = time.perf_counter() - started - training
+        run.epoch_end_seconds = time.perf_counter() - began
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", format_metrics(metrics))
         return self._report(record)
 
@@ -235,7 +239,7 @@ class Trainer(BaseTrainer):
                 raise MetricError(name, f"is missing after an epoch; {suggest_names(name, [*scores, *measured])}")
         return measured
 
-    def _begin_epoch(self, run: Run, epoch: int) -> EpochSums:
+    def begin_epoch(self, run: Run, epoch: int) -> EpochSums:
         """Begin an epoch, or resume it from a mid-epoch checkpoint."""
         sums, mid_epoch = EpochSums(run), run.mid_epoch_state
         if mid_epoch is None:
@@ -248,11 +252,11 @@ class Trainer(BaseTrainer):
             resume_mid_epoch(run, mid_epoch, sums, epoch)
         return sums
 
-    def _save_mid_epoch_if_due(self, run: Run, started: float, sums: EpochSums) -> None:
+    def save_mid_epoch_if_due(self, run: Run, started: float, sums: EpochSums) -> None:
         """Save a mid-epoch checkpoint after a step if one is due, and stop if required.
 
         Raises:
-            _MidEpochStopError: the run must stop.
+            MidEpochStopError: the run must stop.
         """
         if self.session is None or not run.can_save_mid_epoch:
             return
@@ -274,7 +278,7 @@ class Trainer(BaseTrainer):
         self.session.save_mid_epoch(state)
         if due is MidEpochAction.SAVE_AND_STOP:
             self.files.log.info("stopped in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
-            raise _MidEpochStopError
+            raise MidEpochStopError
 
     def build(self) -> Run:
         """Build the run; see `build_run`."""

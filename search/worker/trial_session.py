@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
-from hpsearch.objectives.training.folds_trainer import select_fold_metrics
+from hpsearch.objectives.training.fold_metrics import select_fold_metrics
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict

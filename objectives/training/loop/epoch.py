@@ -18,6 +18,7 @@ from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
+from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.loop.guards import StepPosition
 from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, MID_EPOCH_FORMAT, Run
 from hpsearch.objectives.training.reproducibility.environment import describe_differences
@@ -67,15 +68,27 @@ class EpochSums:
 
     def step(self, run: Run, micro_batches: Sequence[LazyBatch], epoch: int) -> None:
         """Take an optimizer step over micro-batches, and add the result of the step to the sums."""
+        result = train_step(run, micro_batches, self.begin_step(run, epoch), self._running)
+        self._add(result, sum(batch.size for batch in micro_batches))
+
+    def begin_step(self, run: Run, epoch: int) -> StepPosition:
+        """Return the position of the next optimizer step, and keep its learning rate."""
         self.lr = float(run.optimizer.param_groups[0]["lr"])
-        step = train_step(run, micro_batches, StepPosition(epoch, run.step, self.steps, self.lr), self._running)
-        if isinstance(step.weight, int):
-            self.loss.add_(step.loss, alpha=step.weight)
+        return StepPosition(epoch, run.step, self.steps, self.lr)
+
+    def add(self, step: Step, grad_norm: Tensor, size: int) -> None:
+        """Add an optimizer step over one batch of `size` samples that was taken elsewhere."""
+        self._running.add(step, size)
+        self._add(StepResult(step.loss, grad_norm, size if step.weight is None else step.weight), size)
+
+    def _add(self, result: StepResult, size: int) -> None:
+        if isinstance(result.weight, int):
+            self.loss.add_(result.loss, alpha=result.weight)
         else:
-            self.loss += step.loss * step.weight
-        self.weight = self.weight + step.weight
-        self.norm += step.grad_norm
-        self.samples += sum(batch.size for batch in micro_batches)
+            self.loss += result.loss * result.weight
+        self.weight = self.weight + result.weight
+        self.norm += result.grad_norm
+        self.samples += size
         self.steps += 1
 
     def compute(self) -> None:

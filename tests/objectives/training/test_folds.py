@@ -16,7 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import fit, restore_model
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.step import Step
-from hpsearch.objectives.training.folds_trainer import merge_metrics, score_folds, select_fold_metrics
+from hpsearch.objectives.training.fold_metrics import merge_metrics, score_folds, select_fold_metrics
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import MidEpochAction
 from tests.objectives.training.support import DiedError, Dying, Memory, Wine, raise_died, same_result

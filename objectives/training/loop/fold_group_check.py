@@ -1,0 +1,252 @@
+"""Decide whether the folds of a trial train as one vectorized model: if it equals training in turns, and is faster."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpsearch.objectives.errors import get_first_line
+from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import tensors
+from hpsearch.objectives.training.loop.epoch import set_training_mode
+from hpsearch.objectives.training.loop.fold_group import FoldGroup
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.loop.stacked_folds import LossModule, StackedFolds, get_shapes, split_folds
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
+
+# Optimizers of PyTorch that update each value of a parameter independently of its other values.
+_OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad"})
+_TOLERANCE = 1e-5  # difference of outputs and gradients, relative to their size
+_BATCHES, _ROUNDS = 3, 7  # of the timing
+_MAX_SECONDS = 1.0  # of the timing
+MIN_SPEEDUP = 1.1  # speed of the gradients of all folds at once, relative to one by one
+MIN_SECONDS = 1.0  # of the gradients of all planned steps; a shorter training does not pay for this check
+
+
+class _ObstacleError(Exception):
+    """Reason for which the folds train in turns."""
+
+
+class _Gradient(NamedTuple):
+    """Result of a forward and a backward pass: loss and outputs, and the gradients by name."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def build_fold_group(
+    objective: Objective, config: TrainConfig, runs: Sequence[Run], *, is_resumed: bool
+) -> tuple[FoldGroup | None, str]:
+    """Return the group that trains the folds, or None if they train in turns, and the reason for a log line.
+
+    The runs do not change, except that with a group their models become views of stacked tensors. The function changes
+    the state of the random generators.
+
+    Args:
+        objective: objective of the runs.
+        config: configuration of the runs.
+        runs: the runs of the folds, with their last checkpoint.
+        is_resumed: whether an earlier attempt trained with a group; then the speed does not matter.
+    """
+    try:
+        _check_settings(objective, config, runs[0])
+        steps = [[step[0].load() for step in islice(run.batch_source.iterate_steps(0), _BATCHES)] for run in runs]
+        batches = [found[0] for found in steps]
+        if any(get_shapes(batch) != get_shapes(batches[0]) for batch in batches):
+            raise _ObstacleError("the first batches have different shapes")
+        _check_structure(runs)
+        for run in runs:
+            set_training_mode(run.model)
+        seconds, is_random = _check_first(runs[0], batches[0])
+        left = sum(run.batch_source.steps * (run.plan.epochs - run.curve.next_epoch) for run in runs)
+        if not is_resumed and seconds * left < MIN_SECONDS:
+            raise _ObstacleError("the training is too short to pay for the check")
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="There is a performance drop")  # the speed is measured
+                folds = StackedFolds(runs, batches)
+                _check_equality(runs, batches, folds, is_random=is_random)
+        except _ObstacleError:
+            raise
+        except Exception as error:  # PyTorch, or code of the objective within a transformation
+            raise _ObstacleError(f"the model or its loss cannot be vectorized: {get_first_line(error)}") from error
+        if is_resumed:
+            return FoldGroup(runs, folds), "as before the interruption"
+        speedup = _measure_speedup(runs, steps, folds)
+        if speedup < MIN_SPEEDUP:
+            raise _ObstacleError(f"one vectorized model has only {speedup:.2f} times the speed")
+        return FoldGroup(runs, folds), f"gradients at {speedup:.1f} times the speed"
+    except _ObstacleError as obstacle:
+        return None, str(obstacle)
+
+
+def _check_settings(objective: Objective, config: TrainConfig, run: Run) -> None:
+    obstacles = {
+        "vectorize_folds=False": not config.vectorize_folds,
+        f"optimizer={config.optimizer!r}": config.optimizer not in _OPTIMIZERS,
+        f"precision={config.precision!r}": config.precision != "fp32",
+        "compile=True": config.compile,
+        "channels_last=True": config.channels_last,
+        "activation_checkpointing=True": config.activation_checkpointing,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps}": config.gradient_accumulation_steps > 1,
+        "on_epoch() may change the models": overrides(objective, "on_epoch"),
+        "the samples are not in memory": config.num_workers is not None or not run.splits.train.in_memory,
+    }
+    for obstacle, is_present in obstacles.items():
+        if is_present:
+            raise _ObstacleError(obstacle)
+
+
+def _check_structure(runs: Sequence[Run]) -> None:
+    """Reject models or losses that differ in more than their tensors: only those of the first fold are executed."""
+    first, *others = [
+        [_describe_module(name, module) for name, module in LossModule(run).named_modules()] for run in runs
+    ]
+    for other in others:
+        if other != first:
+            name = next((one[0] for one, two in zip(first, other, strict=False) if one != two), "")
+            raise _ObstacleError(f"the folds have different attributes of {name.removeprefix('model.')}")
+    groups = [[(group["name"], len(group["params"])) for group in run.optimizer.param_groups] for run in runs]
+    if any(other != groups[0] for other in groups):
+        raise _ObstacleError("the folds have different parameter groups")
+
+
+def _describe_module(name: str, module: nn.Module) -> tuple[str, str, dict[str, Any]]:
+    values: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            values[key] = value
+        elif isinstance(value, (list, tuple, dict, set)):
+            values[key] = len(value)
+    return name, type(module).__qualname__, values  # a class within `model()` is another one for each fold
+
+
+def _check_first(run: Run, batch: Batch) -> tuple[float, bool]:
+    """Return the seconds of a gradient of a fold, and whether it is random.
+
+    Raises:
+        _ObstacleError: a forward pass changes more than gradients, which a recorded graph would not repeat.
+    """
+    module = LossModule(run)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    attributes = [dict(vars(part)) for part in module.modules()]
+    before = [_describe_module(name, part) for name, part in module.named_modules()], _read_other_generators()
+    first = _compute_one(run, batch)
+    started = time.perf_counter()
+    second = _compute_one(run, batch)
+    _ = float(second.outputs[0])  # waits for a GPU
+    seconds = time.perf_counter() - started
+    changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, buffers[name])]
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+    if changed:
+        raise _ObstacleError(f"the forward pass changes {changed[0].removeprefix('model.')}")
+    after = [_describe_module(name, part) for name, part in module.named_modules()], _read_other_generators()
+    kept = zip(attributes, map(vars, module.modules()), strict=True)
+    is_same = all(one.keys() == two.keys() and all(one[key] is two[key] for key in one) for one, two in kept)
+    if before != after or not is_same:
+        raise _ObstacleError("the forward pass changes attributes of modules or draws numbers outside of PyTorch")
+    trained = sum(p.requires_grad for group in run.optimizer.param_groups for p in group["params"])
+    if len(first.gradients) != trained:
+        raise _ObstacleError("some parameters have no gradient")
+    return seconds, any(not torch.equal(*pair) for pair in zip(first.outputs, second.outputs, strict=True))
+
+
+def _read_other_generators() -> object:
+    _, words, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), int(position), int(words[0])
+
+
+def _compute_one(run: Run, batch: Batch) -> _Gradient:
+    step = run.strategy.step(batch, nullcontext())
+    step.loss.backward()  # type: ignore[no-untyped-call]  # torch's
+    trained = {f"model.{name}": p for name, p in run.model.named_parameters()}
+    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    for parameter in run.model.parameters():
+        parameter.grad = None
+    return _Gradient([step.loss.detach(), *(tensor.detach() for _, tensor in tensors(step.outputs))], gradients)
+
+
+def _check_equality(runs: Sequence[Run], batches: Sequence[Batch], folds: StackedFolds, *, is_random: bool) -> None:
+    """Compare the recorded gradients with those of each fold; random layers are turned off for one of the comparisons.
+
+    Raises:
+        _ObstacleError: outputs or gradients differ.
+    """
+    if any(node.op == "get_attr" for node in folds.compute.graph.nodes):
+        raise _ObstacleError("the forward pass uses a tensor that is neither a parameter nor a buffer")
+    inputs = folds.trained, folds.constants, *folds.stack(batches)
+    with torch.no_grad():
+        set_seed("vectorized folds")
+        recorded = folds.compute(*inputs)
+        set_seed("vectorized folds")
+        found = folds.compute_unrecorded(*inputs)
+        for one, other in zip(_split(recorded), _split(found), strict=True):
+            _require_equal(one, other)
+    if is_random:
+        for run in runs:
+            run.model.eval()
+        found = folds.compute_unrecorded(*inputs)
+    for run, batch, own in zip(runs, batches, _split(found), strict=True):
+        _require_equal(own, _compute_one(run, batch))
+        set_training_mode(run.model)
+
+
+def _split(found: Any) -> list[_Gradient]:
+    """Return the results of the folds."""
+    gradients, (losses, outputs) = found
+    return [
+        _Gradient(
+            [loss, *(tensor for _, tensor in tensors(own))], {name: each[index] for name, each in gradients.items()}
+        )
+        for index, (loss, own) in enumerate(zip(losses, split_folds(outputs, len(losses)), strict=True))
+    ]
+
+
+def _require_equal(found: _Gradient, expected: _Gradient) -> None:
+    names = expected.gradients.keys()
+    if found.gradients.keys() != names:
+        raise _ObstacleError("some parameters have no gradient")
+    pairs = [("outputs", one, other) for one, other in zip(found.outputs, expected.outputs, strict=True)]
+    flat = [torch.cat([each.gradients[name].flatten() for name in names]) for each in (found, expected)]
+    for what, one, other in [*pairs, ("gradients", flat[0], flat[1])]:
+        difference = float(torch.linalg.vector_norm((one - other).double()))
+        size = float(torch.linalg.vector_norm(other.double()))
+        if not difference <= _TOLERANCE * size:
+            raise _ObstacleError(f"the {what} of one batch differ by {difference / size if size else difference:.1g}")
+
+
+def _measure_speedup(runs: Sequence[Run], steps: Sequence[Sequence[Batch]], folds: StackedFolds) -> float:
+    """Return the duration of the gradients one by one, relative to all at once, each in its fastest round."""
+    complete = [found for found in zip(*steps, strict=False) if all(get_shapes(b) == folds.shapes for b in found)]
+
+    def compute_each(batches: Sequence[Batch]) -> None:
+        losses = [_compute_one(run, batch).outputs[0] for run, batch in zip(runs, batches, strict=True)]
+        _ = float(losses[-1])  # waits for a GPU
+
+    def compute_together(batches: Sequence[Batch]) -> None:
+        with torch.no_grad():
+            _, (losses, _) = folds.compute(folds.trained, folds.constants, *folds.stack(batches))
+        _ = losses.tolist()
+
+    fastest, began = [float("inf")] * 2, time.perf_counter()
+    for number, batches in enumerate(complete * _ROUNDS):
+        for index, compute in enumerate((compute_each, compute_together)):
+            started = time.perf_counter()
+            compute(batches)
+            fastest[index] = min(fastest[index], time.perf_counter() - started)
+        if number and time.perf_counter() - began > _MAX_SECONDS:
+            break
+    return fastest[0] / fastest[1]

@@ -1,0 +1,178 @@
+"""The tensors of the folds of a trial as tensors with a leading dimension of folds, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import Tree, map_tensors, tensors, unflatten_like
+from hpsearch.objectives.training.evaluation.step import LossStep
+from hpsearch.objectives.training.loop.epoch import set_training_mode
+from hpsearch.objectives.training.loop.run import Run
+
+Tensors = dict[str, Tensor]
+
+
+class LossModule(nn.Module):
+    """The model and the loss of a run as one module, from a batch to its mean loss and outputs."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        assert isinstance(run.step_function, LossStep)
+        self.model, self.loss = run.model, run.step_function.loss
+        self._step = run.step_function
+
+    def forward(self, x: Tree, y: Tree, size: int) -> tuple[Tensor, Any]:
+        """Return the mean loss, a scalar, and the outputs [size, ...]."""
+        step = self._step(self.model, Batch(x, y, size))
+        return step.loss, step.outputs
+
+
+class StackedFolds:
+    """Copies of the tensors of all folds, as tensors [folds, ...], and one gradient function for all folds.
+
+    The tensors of a parameter group are views of one tensor [folds, values], so that one operation changes all of them.
+
+    The function is recorded once as a graph of plain tensor operations, because the dispatch of `vmap` would take
+    longer than the operations of a small model.
+
+    Args:
+        runs: the runs of the folds.
+        batches: one batch of each fold, of equal shapes.
+
+    Raises:
+        Exception: PyTorch cannot vectorize or record the model or the loss, or the models differ in their structure.
+    """
+
+    def __init__(self, runs: Sequence[Run], batches: Sequence[Batch]) -> None:
+        self.modules = [LossModule(run) for run in runs]
+        parameters, buffers = stack_module_state(self.modules)
+        self.constants = {name: tensor.detach() for name, tensor in (parameters | buffers).items()}
+        names = {id(p): name for name, p in self.modules[0].named_parameters()}
+        own_groups = [group["params"] for group in runs[0].optimizer.param_groups]
+        self.groups = [{names[id(p)]: self.constants.pop(names[id(p)]) for p in own} for own in own_groups]
+        self.flat = [flatten(group) for group in self.groups]
+        self.groups = [unflatten(flat, group) for flat, group in zip(self.flat, self.groups, strict=True)]
+        self.trained = {name: tensor for group in self.groups for name, tensor in group.items()}
+        self.shapes = get_shapes(batches[0])
+        set_training_mode(runs[0].model)
+        self.compute_unrecorded = _vectorize_gradient(self.modules[0], batches[0].size)
+        record = make_fx(self.compute_unrecorded)
+        self.compute: GraphModule = record(self.trained, self.constants, *self.stack(batches))
+        _simplify(self.compute)
+
+    def stack(self, batches: Sequence[Batch]) -> tuple[Tree, Tree]:
+        """Return the inputs and targets [folds, size, ...] of batches of equal shapes."""
+        return _stack([batch.x for batch in batches]), _stack([batch.y for batch in batches])
+
+    def bind(self) -> None:
+        """Make the tensors of the folds' models views of the stacked tensors, so that they always have equal values."""
+        for index, module in enumerate(self.modules):
+            own = dict([*module.named_parameters(), *module.named_buffers()])
+            for name, stacked in (self.trained | self.constants).items():
+                own[name].data = stacked[index]
+
+
+def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Tensors, Tree, Tree], tuple[Tensors, Any]]:
+    """Return a function from the tensors and batches of all folds to gradients [folds, ...], and losses and outputs."""
+
+    def compute_each(tensors: Tensors, x: Tree, y: Tree) -> tuple[Tensor, Any]:
+        return cast("tuple[Tensor, Any]", functional_call(module, tensors, (x, y, size)))
+
+    def compute_sum(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> tuple[Tensor, Any]:
+        # The losses of the folds are independent, so that the gradient of their sum contains the gradient of each.
+        losses, outputs = vmap(compute_each, randomness="different")({**trained, **constants}, x, y)
+        if type(module.loss) is nn.CrossEntropyLoss and module.loss.weight is None and outputs.ndim == 3:
+            losses = _compute_cross_entropy(module.loss, outputs, y)
+        return losses.sum(), (losses, outputs)
+
+    def compute_gradients(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> tuple[Tensors, Any]:
+        return cast("tuple[Tensors, Any]", grad(compute_sum, has_aux=True)(trained, constants, x, y))
+
+    return compute_gradients
+
+
+def _compute_cross_entropy(loss: nn.CrossEntropyLoss, outputs: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross entropy of each fold [folds] by one operation, instead of about 20 of `vmap`.
+
+    Args:
+        loss: loss without class weights.
+        outputs: logits [folds, size, classes].
+        y: classes [folds, size], none of which is ignored, or probabilities [folds, size, classes].
+    """
+    logits, targets = outputs.float().flatten(0, 1), y.flatten(0, 1)
+    each = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=loss.label_smoothing)
+    return each.view(outputs.shape[:2]).mean(dim=1)
+
+
+def flatten(group: Tensors) -> Tensor:
+    """Return tensors [folds, ...] as one tensor [folds, values]."""
+    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in group.values()], dim=1)
+
+
+def unflatten(flat: Tensor, like: Tensors) -> Tensors:
+    """Return views of `flat` [folds, values] with the shapes of the tensors in `like` [folds, ...]."""
+    parts = torch.split(flat, [tensor[0].numel() for tensor in like.values()], dim=1)
+    return {name: part.view(tensor.shape) for part, (name, tensor) in zip(parts, like.items(), strict=True)}
+
+
+def get_shapes(batch: Batch) -> list[torch.Size]:
+    """Return the shapes of the tensors of a batch."""
+    if isinstance(batch.x, Tensor) and isinstance(batch.y, Tensor):
+        return [batch.x.shape, batch.y.shape]
+    return [tensor.shape for _, tensor in tensors((batch.x, batch.y))]
+
+
+def split_folds(tree: Tree, folds: int) -> Sequence[Tree]:
+    """Return the parts of a tree of tensors [folds, ...] that belong to each fold."""
+    if isinstance(tree, Tensor):
+        return tree.unbind()
+    return [map_tensors(lambda tensor: tensor[index], tree) for index in range(folds)]  # noqa: B023 called at once
+
+
+def _stack(trees: Sequence[Tree]) -> Tree:
+    if isinstance(trees[0], Tensor):
+        return torch.stack(list(trees))
+    columns = zip(*([tensor for _, tensor in tensors(tree)] for tree in trees), strict=True)
+    return unflatten_like(trees[0], (torch.stack(column) for column in columns))
+
+
+def _simplify(recorded: GraphModule) -> None:
+    """Remove operations that return their input unchanged, and repeated operations; both are frequent after `vmap`."""
+    aten = torch.ops.aten
+    kept = _find_changed(recorded)
+    seen: dict[tuple[Any, str, str], Node] = {}
+    for node in recorded.graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or node in kept or is_random:
+            continue
+        same = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        is_product = node.target is aten.mul.Scalar and node.args[1] == 1
+        if is_product or node.target in {aten.detach.default, aten.expand.default, aten.view.default}:
+            before, after = (each.meta["tensor_meta"] for each in (node.args[0], node))
+            if (before.shape, before.stride, before.dtype) == (after.shape, after.stride, after.dtype):
+                same = node.args[0]
+        if same is not node:
+            node.replace_all_uses_with(same)
+    recorded.graph.eliminate_dead_code()
+    recorded.recompile()
+
+
+def _find_changed(recorded: GraphModule) -> set[Node]:
+    """Return the nodes that an operation may change in place, and all nodes from which they are computed."""
+    operations = [node for node in recorded.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    left = [node for node in operations if node.target._schema.is_mutable]
+    found: set[Node] = set()
+    while left:
+        if (node := left.pop()) not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
