@@ -35,6 +35,7 @@ _RANKED: dict[str, dict[str, Any]] = {  # settings of runs on ranks
         "precision": "bf16",
         "activation_checkpointing": True,
     },
+    "FSDP, accumulation": {"strategy": "fsdp", "gradient_accumulation_steps": 2},
 }
 
 
@@ -42,9 +43,10 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
     """Check that training on ranks equals one process, resumes, and survives an error on one rank."""
     with tempfile.TemporaryDirectory() as name:
         folder, alone = Path(name), {}
-        for precision in ("fp32", "bf16"):
-            settings = {**_COMMON, "precision": precision}
-            alone[precision] = fit(RANKED_NET[machine.device], settings, machine.device, machine.rows)
+        for settings in _RANKED.values():
+            own = _select_settings_of_one_process(settings)
+            if str(own) not in alone:
+                alone[str(own)] = fit(RANKED_NET[machine.device], {**_COMMON, **own}, machine.device, machine.rows)
         code = _run_ranks(machine, folder, _rank_checks)
         for title, settings in _RANKED.items():
             if not (folder / title).exists():
@@ -52,7 +54,7 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
                 continue
             whole, resumed = torch.load(folder / title, weights_only=False)  # written by this program
             precision = settings.get("precision", "fp32")
-            metrics, weights = whole.distance(alone[precision])
+            metrics, weights = whole.distance(alone[str(_select_settings_of_one_process(settings))])
             limit = {"fp32": 1e-4, "bf16": 0.05}[precision]  # bf16 has 8 bits
             detail = f"metrics within {metrics:.1e}, weights within {weights:.1e} of one process"
             yield Row(f"ranks, {title}", max(metrics, weights) <= limit, detail)
@@ -60,6 +62,11 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
             yield Row(f"ranks, {title}, resume", distance == (0, 0), f"metrics and weights differ by {distance}")
         text = (folder / "error").read_text() if (folder / "error").exists() else f"the ranks ended with {code}"
         yield Row("ranks, error on one rank", text.endswith("all ranks continue"), text)
+
+
+def _select_settings_of_one_process(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that change the results of one process."""
+    return {name: settings[name] for name in ("precision", "gradient_accumulation_steps") if name in settings}
 
 
 def _rank_checks(ranks: Ranks, device: str, rows: int, folder: Path) -> None:
@@ -120,7 +127,7 @@ def _hang(_ranks: Ranks, device: str, rows: int, folder: Path) -> None:
 
 def check_scaling(machine: Machine) -> Iterator[Row]:
     """Measure samples per second of all ranks, relative to the same number of single processes."""
-    for strategy, compiled in (("ddp", False), ("ddp", True), ("fsdp", False)):
+    for strategy, compiled in (("ddp", False), ("ddp", True), ("fsdp", False), ("fsdp", True)):
         speeds, memory = {}, 0.0
         for count in sorted({1, machine.ranks}):
             with tempfile.TemporaryDirectory() as name:

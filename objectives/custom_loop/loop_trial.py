@@ -159,6 +159,7 @@ class LoopTrial:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
             record = self._ranks.run_on_rank_zero(lambda: self._make_record(epoch, metrics, state, best))
+            self._ranks.begin_steps()
             best_state = state if best is None else best
             kept = self._curve.add(record, lambda: _copy_to_cpu(None if self.rank else best_state))
         except BaseException as error:

@@ -173,6 +173,7 @@ class LoopRun(BaseLoopRun):
         """
         owner = type(self.objective).__name__
         reset_distributed_state()
+        self.ranks.allow_setup()
         group = init_group_of_one(self.device) if self.ranks.is_single_process else nullcontext()
         with make_reproducible(deterministic=False), self.files.logging():
             try:

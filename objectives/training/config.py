@@ -82,7 +82,8 @@ class TrainConfig:
     ] = 1
     drop_last: Annotated[bool, field("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
-        int | None, field("loader processes; 0 loads in the training process; None keeps the data on the device", ge=0)
+        int | None,
+        field("loader processes per device; 0 loads in the training process; None keeps the data on the device", ge=0),
     ] = None
     schedule: Annotated[str, choice(SCHEDULES)] = "cosine"
     warmup: Annotated[str, choice(WARMUPS, "shape of the warm-up")] = "linear"
@@ -125,6 +126,9 @@ class TrainConfig:
     ] = None
     lr_scaling: Annotated[str, choice(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
     cpu_offload: Annotated[bool, field('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False
+    sync_each_micro_batch: Annotated[
+        bool, field('with "fsdp": reduce gradients after each micro-batch; slower, but needs less memory')
+    ] = False
     shard_checkpoint_above_gib: Annotated[
         float, field('with "fsdp": GiB of state above which checkpoints are sharded', ge=0)
     ] = 4.0

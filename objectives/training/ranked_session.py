@@ -32,15 +32,15 @@ class RankedSession:
         self._interval_steps = 1  # steps between agreements
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the state that rank 0 reads; for a sharded state, only rank 0 gets the best weights."""
+        """Return the state that rank 0 reads. The other ranks get it without the weights and the optimizer's state.
+
+        `Strategy.local_state_dict` sends these one tensor at a time.
+        """
         read: list[dict[str, Any] | None] = []
 
         def read_state() -> dict[str, Any] | None:
-            state = self._session.restore()
-            read.append(state)
-            if state is None or "shards" not in state or not state["best"]:
-                return state
-            return {**state, "best": {**state["best"], "model": {}}}
+            read.append(state := self._session.restore())
+            return None if state is None else _omit_tensors(state)
 
         broadcast = self._ranks.run_on_rank_zero(read_state)
         return read[0] if self._ranks.is_rank_zero else broadcast
@@ -80,6 +80,13 @@ class RankedSession:
         """Log a file on rank 0; the other ranks write none."""
         if self._ranks.is_rank_zero:
             self._session.log(path)
+
+
+def _omit_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a run without weights and optimizer state; a sharded state keeps its empty tensors."""
+    parts = () if "shards" in state else ("model", "optimizer", "average")
+    best = {**state["best"], "model": {}} if state["best"] else state["best"]
+    return {**state, **dict.fromkeys(parts), "best": best}
 
 
 def wrap_session(session: Session | None, ranks: Ranks) -> Session | None:

@@ -32,6 +32,7 @@ Rows = TypeVar("Rows", Tensor, range)
 
 TIMEOUT_SECONDS = 30.0  # seconds within which all ranks must reach a collective of the training
 BARRIER_TIMEOUT_SECONDS = 1800.0  # seconds within which all ranks must reach any other collective
+_SETUP_TIMEOUT_SECONDS = 300.0  # the same before the first step, for connections and compilers; torchtitan's default
 _JOB_TIMEOUT = timedelta(days=365)  # the other ranks wait here while rank 0 has no trial
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
 _CAUSE_TIMEOUT_SECONDS = 3.0  # time for a failed rank to store its error
@@ -81,6 +82,12 @@ class Ranks:
     def is_rank_zero(self) -> bool:
         """Whether this is rank 0, the only rank that uses the study and writes files."""
         return self.rank == 0
+
+    def allow_setup(self) -> None:
+        """Give the collectives of the training the longer timeout of a set-up, until `begin_steps`."""
+
+    def begin_steps(self) -> None:
+        """Give the collectives of the training the timeout of steps."""
 
     def select_own_rows(self, rows: Rows) -> Rows:
         """Return this rank's share of the rows [n]; it is empty for some ranks if there are fewer rows than ranks."""
@@ -133,8 +140,8 @@ def current_ranks() -> Ranks:
 class _ProcessGroup(Ranks):
     """One of several ranks. The ranks connect through a store, which outlives the process group.
 
-    `backend` is used for collectives over tensors: "gloo", or "nccl" for GPUs. All ranks must reach a collective of
-    the training within `timeout` seconds, and each other collective within `barrier_timeout` seconds.
+    Collectives over tensors on `device`, "cpu" or "cuda:N", use gloo or NCCL. All ranks must reach a collective of the
+    training within `timeout` seconds, and each other collective within `barrier_timeout` seconds.
     """
 
     def __init__(
@@ -143,13 +150,15 @@ class _ProcessGroup(Ranks):
         rank: int,
         world_size: int,
         *,
-        backend: str,
+        device: str,
         timeout: float,
         barrier_timeout: float,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._backend, self._timeout = store, backend, timedelta(seconds=timeout)
+        self._store, self._device, self._timeout = store, torch.device(device), timedelta(seconds=timeout)
+        self._backend = _choose_backend(self._device.type)
         self._barrier_timeout = timedelta(seconds=barrier_timeout)
+        self._setup_timeout = max(self._timeout, min(self._barrier_timeout, timedelta(seconds=_SETUP_TIMEOUT_SECONDS)))
         self._generation = 0
         self._join()
         self._heartbeat = RankHeartbeat(store, rank, world_size, timeout=timeout, on_lost=self._end_process)
@@ -166,8 +175,11 @@ class _ProcessGroup(Ranks):
                 store=c10d.PrefixStore(f"group/{self._generation}", self._store),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=self._timeout,
+                timeout=self._setup_timeout,
+                # With a device, NCCL connects here instead of in the first collective.
+                device_id=None if self._device.index is None else self._device,
             )
+            self._current_timeout = self._setup_timeout
             # Collectives that wait for work of another rank need separate groups with longer timeouts.
             self.cpu_group = dist.new_group(backend="gloo", timeout=self._barrier_timeout)
             self._job_group = dist.new_group(backend="gloo", timeout=_JOB_TIMEOUT)
@@ -176,6 +188,17 @@ class _ProcessGroup(Ranks):
         self._watched = threading.Event()
         if self._backend != "gloo":
             threading.Thread(target=self._watch, args=(self._generation, self._watched), daemon=True).start()
+
+    def allow_setup(self) -> None:
+        self._set_timeout(self._setup_timeout)
+
+    def begin_steps(self) -> None:
+        self._set_timeout(self._timeout)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        if timeout != self._current_timeout and dist.is_initialized():
+            c10d._set_pg_timeout(timeout)
+            self._current_timeout = timeout
 
     def _end_process(self, reason: str) -> None:
         self.on_rank_lost(reason)  # read now, because it is set after the start of the heartbeats
@@ -385,9 +408,9 @@ def init_process_group(
     """Join the ranks that torchrun's environment variables describe; in the context, `current_ranks` returns them.
 
     Args:
-        device: the training device, "cpu" or "cuda".
+        device: this rank's training device, "cpu" or "cuda:N".
         timeout: seconds within which all ranks must reach a collective of the training, and within which each rank must
-            respond.
+            respond. Before the first step, the ranks have up to 300 s for a collective.
         barrier_timeout: seconds within which all ranks must reach any other collective, such as a wait for a rank that
             loads data or saves.
         store_path: file in a private folder, through which the ranks of one machine connect. None uses `MASTER_ADDR`
@@ -408,7 +431,7 @@ def init_process_group(
         c10d.PrefixStore("ranks", store),
         rank,
         world_size,
-        backend=_choose_backend(device),
+        device=device,
         timeout=timeout,
         barrier_timeout=barrier_timeout,
     )

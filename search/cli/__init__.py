@@ -125,6 +125,10 @@ def run_command(arguments: list[str]) -> int:
         return EXIT_USER_ERROR
 
 
+_ONE_DEVICE_COMMANDS = ("train", "smoke", "lr-range")
+_SEVERAL_DEVICES = ("unknown option --devices", "unknown option --nodes")
+
+
 def _add_value(error: typer.TyperException, message: str, given: list[str]) -> str:
     """Return typer's error message, completed by the rejected value and a reference to the help."""
     for name in getattr(getattr(error, "param", None), "opts", []):
@@ -141,4 +145,6 @@ def _add_value(error: typer.TyperException, message: str, given: list[str]) -> s
         close = suggest_names(error.option_name, near) if near else ""
         message = f"unknown option {error.option_name}{close}"
     context = getattr(error, "ctx", None)
+    if context and context.info_name in _ONE_DEVICE_COMMANDS and message.startswith(_SEVERAL_DEVICES):
+        message = f"{context.info_name} uses one device; for several, use 'run OBJECTIVE --trials 1 --devices N'"
     return f"{rephrase_error(message)} (see '{context.command_path} --help')" if context else rephrase_error(message)

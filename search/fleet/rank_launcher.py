@@ -195,14 +195,23 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             why = f"connection to rendezvous {place.endpoint} lost"  # the rank's machine ended before it sent the cause
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
-                code = failure.exitcode
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                how = _describe_exit(failure.exitcode, options.device or get_default_device())
                 why = f"rank {rank} of {options.world_size} {how}"
             sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE
         finally:
             tempfile.tempdir = None
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
+
+
+def _describe_exit(code: int, device: str) -> str:
+    """Describe the end of a rank, with the usual cause of SIGABRT: its message is printed by another library."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    how = f"was ended by {signal.Signals(-code).name}"
+    if -code != signal.SIGABRT or not device.startswith("cuda"):
+        return how
+    return f"{how}, as by NCCL after --collective-timeout (see the line with 'Watchdog caught collective operation')"
 
 
 def check_devices(options: WorkerOptions) -> None:

@@ -62,7 +62,8 @@ class WorkerOptions(Options):
         default=None,
         gt=0,
         le=MAX_TIMEOUT_SECONDS,
-        description="Timeout in seconds of collective operations of a trial's devices  [default: half of --lease]",
+        description="Timeout in seconds of collective operations of a trial's devices, after the first training step  "
+        "[default: half of --lease]",
     )
     barrier_timeout: Number = Field(
         default=1800.0,

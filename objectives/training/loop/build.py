@@ -19,8 +19,9 @@ from hpsearch.objectives.training.data.tree import to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
 from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import bind_forward
+from hpsearch.objectives.training.loop.compilation import compile_model
 from hpsearch.objectives.training.loop.guards import FiniteGuard
-from hpsearch.objectives.training.loop.measure_model import ModelMeasurer, apply_memory_format, compile_model
+from hpsearch.objectives.training.loop.measure_model import ModelMeasurer, apply_memory_format
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.resplit_evaluation import ResplitEvaluation, build_resplit_evaluation
 from hpsearch.objectives.training.loop.run import CHECKPOINT_FORMAT, Run
@@ -71,6 +72,7 @@ def build_run(
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are invalid; the message has file and line.
     """
+    ranks.allow_setup()
     owner = type(objective).__name__
     fold = None if plan.fold is None or plan.folds is None else Fold(plan.fold, plan.folds)
     resplit_seed: ResplitSeed = plan.resplit_seed if plan.refit is None else "all"
@@ -149,7 +151,9 @@ def build_run(
     with strategy.explain_sharding_errors():
         scores = sanity_check(objective, run)
     if config.compile:
-        reason = compile_model(run.model, run.eval_model, lambda: _try_step(run), ranks)
+        reason = compile_model(
+            run.model, run.eval_model, lambda: _try_step(run), ranks, by_layer=strategy.compiles_layers
+        )
         run.environment["compiled"] = reason is None
         if reason:
             run.resume_notes.append(f"model not compiled: {reason}")
@@ -215,14 +219,15 @@ def _try_step(run: Run) -> None:
     """Run a forward and a backward pass as a test, and restore the model afterwards.
 
     The pass is that of the strategy, because the compiler divides a graph at DDP's buckets only if DDP calls the model.
-    It does not reduce gradients, because another rank may have failed.
+    It reduces no gradients if another rank may have failed.
     """
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].load()
     run.model.train()
     run.strategy.begin_epoch()
     try:
-        run.strategy.step(batch, run.precision.autocast(), more=True).loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        step = run.strategy.step(batch, run.precision.autocast(), more=not run.strategy.compiles_layers)
+        step.loss.backward()  # type: ignore[no-untyped-call]  # torch's
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)

@@ -132,10 +132,13 @@ def train_epoch(
     sums = sums or EpochSums(run)
     for micro_batches in run.batch_source.iterate_steps(epoch, sums.steps):
         sums.step(run, micro_batches, epoch)
+        if not run.config.compile:  # batches of other sizes are compiled in the first epoch
+            run.ranks.begin_steps()
         run.on_step()
         _validate_mid_epoch(run, epoch)
         after_step(sums)
     run.finite_guard.flush()
+    run.ranks.begin_steps()
     sums.compute()
     return sums
 
@@ -208,7 +211,7 @@ def _add_gradient(
     weights: list[Tensor | float] = []
     last, world = len(counts) - 1, run.ranks.world_size
     for number, (batch, own) in enumerate(zip(batches, counts, strict=True)):
-        step = run.strategy.step(batch, run.precision.autocast(), more=number < last)
+        step = run.strategy.step(batch, run.precision.autocast(), more=number < last, has_samples=own)
         share = (batch.size if step.weight is None else step.weight) * own / size
         is_whole = own and batch.size == size
         part = step.loss if is_whole or (isinstance(share, float) and share == 1) else step.loss * share

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names, wrap_user_errors
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
-from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
@@ -168,63 +167,6 @@ def unwrap_temporarily(model: nn.Module, config: TrainConfig) -> Iterator[None]:
 
 def _recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "func", None) is checkpoint
-
-
-@contextmanager
-def _ignore_working_folder() -> Iterator[None]:
-    """Let interpreters that torch's compiler starts import no modules of the working folder."""
-    former = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if former is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = former
-
-
-def compile_model(model: nn.Module, eval_model: nn.Module, try_step: Callable[[], None], ranks: Ranks) -> str | None:
-    """Compile the model and its weight average; if compilation fails on a rank, leave both uncompiled on all ranks.
-
-    Args:
-        model: model to compile in place; the names of its parameters do not change.
-        eval_model: the weight average, or `model` itself if there is no average.
-        try_step: function that runs a forward and a backward pass.
-        ranks: ranks that train together.
-
-    Returns:
-        The reason why compilation failed; None on success.
-    """
-    use_private_compiler_cache()
-    both = [model] if eval_model is model else [model, eval_model]
-    for module in both:
-        _compile_in_place(module)
-    reason = None
-    try:
-        with _ignore_working_folder():
-            try_step()
-    except Exception as error:  # compilers raise any type; the model works without compilation
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # line 1 may only name the backend
-    reason = next((each for each in ranks.all_gather_object(reason) if each is not None), None)
-    if reason is not None:
-        for module in both:
-            module._compiled_call_impl = None
-    return reason
-
-
-def _compile_in_place(module: nn.Module) -> None:
-    """Compile calls of a module, also if its class belongs to torch.
-
-    `nn.Module.compile` has no effect on such a module, for example an `nn.Sequential`, because the compiler skips
-    frames of torch that no other compiled frame calls.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch declares no types
-
-    module._compiled_call_impl = torch.compile(call)
 
 
 def get_peak_memory(device: torch.device) -> int | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.evaluation.step import Step, StepFunction
 from hpsearch.objectives.training.ranks import Ranks
 
@@ -21,12 +23,16 @@ class Strategy:
 
     name: ClassVar[str] = "one process"
     can_cache_casts: ClassVar[bool] = True  # whether a device has the memory for low-precision casts of all weights
+    compiles_layers: ClassVar[bool] = False  # whether each layer is compiled separately
+
+    _device: torch.device
 
     def __init__(self, ranks: Ranks, config: TrainConfig) -> None:
         self._ranks, self._config = ranks, config
 
-    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
+    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 used by subclasses
         """Distribute a model, and averages of its weights, over the ranks. Call it before building the optimizer."""
+        self._device = next(model.parameters()).device
 
     def set_model(self, model: nn.Module, step_function: StepFunction) -> None:
         """Set the model and its step function. Call it before the first step, after all changes of parameters."""
@@ -35,8 +41,22 @@ class Strategy:
     def begin_epoch(self) -> None:
         """Prepare for an epoch, before which the objective may have frozen or unfrozen layers."""
 
-    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 used by subclasses
-        """Return the training step of a micro-batch; with `more`, further ones follow before the optimizer step."""
+    def step(
+        self,
+        batch: Batch,
+        autocast: AbstractContextManager[None],
+        *,
+        more: bool = False,  # noqa: ARG002 used by subclasses
+        has_samples: bool = True,  # noqa: ARG002 as above
+    ) -> Step:
+        """Return the training step of a micro-batch.
+
+        Args:
+            batch: this rank's samples of the micro-batch.
+            autocast: context of the forward pass.
+            more: whether further micro-batches follow before the optimizer step.
+            has_samples: False if the batch is one sample of another rank, because this rank has none.
+        """
         return self._step_function(self._model, batch, autocast)
 
     def explain_sharding_errors(self) -> AbstractContextManager[None]:
@@ -59,9 +79,40 @@ class Strategy:
         """Return a state dict with unsharded tensors, for use on rank 0. All ranks must call it."""
         return state
 
-    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
-        """Return this rank's part of an unsharded state dict; `like` contains this rank's current tensors by key."""
-        return state
+    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return this rank's part of rank 0's unsharded state dict.
+
+        Rank 0 sends one tensor at a time, because pickling the state for each rank would need several times its memory.
+
+        Args:
+            state: the state dict; used on rank 0 only.
+            like: this rank's current tensors by key. A tensor of the state is placed and sharded as the tensor of equal
+                shape at its key, or at the key of a mapping that contains it.
+        """
+        if self._ranks.is_single_process:
+            return state
+        outline = map_tensors(_make_outline, state) if self._ranks.is_rank_zero else None
+        return cast("dict[str, Any]", self._scatter(state, self._ranks.broadcast_object(outline), like))
+
+    def _scatter(self, value: Any, outline: Any, like: Any) -> Any:
+        """Return this rank's part of rank 0's value; `outline` has a meta tensor for each tensor of the value."""
+        if isinstance(outline, Tensor):
+            given = (value if self._ranks.is_rank_zero else torch.empty_like(outline, device="cpu")).to(self._device)
+            is_like = isinstance(like, Tensor) and like.shape == outline.shape
+            if is_like and isinstance(like, DTensor):
+                return distribute_tensor(given, like.device_mesh, like.placements).to(like.device)
+            self._ranks.broadcast_tensors([given])
+            return given if is_like and outline.ndim else given.cpu()  # optimizers count their steps on the CPU
+        if isinstance(outline, dict):
+            found = {}
+            for key, inner in outline.items():
+                below = like[key] if isinstance(like, Mapping) and key in like else like
+                found[key] = self._scatter(value[key] if self._ranks.is_rank_zero else None, inner, below)
+            return found
+        if isinstance(outline, (list, tuple)):
+            values = value if self._ranks.is_rank_zero else [None] * len(outline)
+            return type(outline)(self._scatter(one, inner, like) for one, inner in zip(values, outline, strict=True))
+        return outline
 
     def checkpoint_state(self, parts: dict[str, Any], shards_dir: Path | None) -> dict[str, Any]:  # noqa: ARG002 used by subclasses
         """Return a state for a checkpoint: with unsharded tensors, or with a manifest of shards in `shards_dir`."""
@@ -96,3 +147,8 @@ class Strategy:
     def gather_model(self, model: nn.Module) -> nn.Module:
         """Return the model with unsharded weights on the CPU, for use on rank 0."""
         return model.cpu()
+
+
+def _make_outline(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same shape, strides and type that has no memory."""
+    return torch.empty_like(tensor, device="meta")

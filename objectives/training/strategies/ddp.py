@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpsearch.objectives.training.data.dataset import Batch
@@ -24,11 +25,17 @@ class DDPStrategy(Strategy):
     name = "ddp"
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
+    _norms: list[SyncBatchNorm]
 
-    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 averages are not trained
+    def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
         """Use batch norm that synchronizes its statistics over ranks, on GPUs only: PyTorch has none for CPUs."""
+        super().setup_model(model, *averages)
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch declares no types
+        norms = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
+        for norm in norms:
+            norm.__class__ = SyncBatchNorm
+        self._norms = cast("list[SyncBatchNorm]", norms)
 
     def begin_epoch(self) -> None:
         """Wrap the step again if other parameters are trained, because DDP registers them only at construction."""
@@ -37,8 +44,12 @@ class DDPStrategy(Strategy):
             self._wrapped = None
         self._trained = trained
 
-    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
+    def step(
+        self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False, has_samples: bool = True
+    ) -> Step:
         """Return the training step of a micro-batch; with `more`, gradients are not yet reduced over ranks."""
+        for norm in self._norms:
+            norm.has_samples = has_samples
         if self._wrapped is None:
             self._wrapped = self._wrap(batch, autocast)
         with self._wrapped.no_sync() if more else nullcontext():
@@ -85,6 +96,25 @@ class DDPStrategy(Strategy):
         compute = found.get("avg_forward_compute_time", 0) + found.get("avg_backward_compute_time", 0)
         exposed = found.get("avg_backward_comm_time", 0) - found.get("avg_backward_compute_comm_overlap_time", 0)
         return compute / (compute + max(exposed, 0)) if compute > 0 else None
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch norm over all ranks. A rank without samples of a micro-batch has one sample, which it does not count.
+
+    Attributes:
+        has_samples: whether this rank has samples of the micro-batch.
+    """
+
+    has_samples: bool = True
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 torch's name
+        """Return the normalized input [samples, channels, ...]; without samples of its own, the input."""
+        if self.has_samples or not self.training:
+            return super().forward(input)
+        # Without a sample, this rank still takes part in the communication of both passes. All parameters get a
+        # gradient, for which DDP waits.
+        nothing = super().forward(input[:0]).sum() + sum(0 * parameter.sum() for parameter in self.parameters())
+        return input + nothing.to(input.dtype)
 
 
 class _StepModule(nn.Module):

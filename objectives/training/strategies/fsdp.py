@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from hpsearch.objectives.errors import ObjectiveError, get_first_line
 from hpsearch.objectives.training.data.dataset import Batch
@@ -27,20 +27,17 @@ log = logging.getLogger("hpsearch.objectives.training")
 
 
 class FSDPStrategy(Strategy):
-    """PyTorch's `fully_shard` (Zhao et al. 2023), applied to each layer and to parameters outside of layers.
-
-    Gradients are reduced over ranks after every micro-batch, because unsharded gradients would need too much memory.
-    """
+    """PyTorch's `fully_shard` (Zhao et al. 2023), applied to each layer and to parameters outside of layers."""
 
     name = "fsdp"
     can_cache_casts = False  # the cache would hold the whole model on each device
-    _device: torch.device
+    compiles_layers = True  # a graph of the whole model would end at each layer, whose weights are gathered by a hook
     _unsharded: nn.Module
     _has_warned = False
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
         """Shard a model, and averages of its weights. Call it before building the optimizer."""
-        self._device = next(model.parameters()).device
+        super().setup_model(model, *averages)
         self._unsharded = _without_weights(model)
         for each in (model, *averages):
             try:
@@ -57,7 +54,7 @@ class FSDPStrategy(Strategy):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._device.type, (self._ranks.world_size,)),
-            "reshard_after_forward": True,  # the root too: averages and checkpoints read it between steps
+            "reshard_after_forward": True,  # the root too: averages and checkpoints read it after evaluations
             "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(self._device.type == "cuda") if offload else OffloadPolicy(),
         }
@@ -73,10 +70,20 @@ class FSDPStrategy(Strategy):
                 module.unshard()
                 module.reshard()
 
-    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
-        """Return the training step of a micro-batch."""
-        with self.explain_sharding_errors():
-            return super().step(batch, autocast, more=more)
+    def step(
+        self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False, has_samples: bool = True
+    ) -> Step:
+        """Return the training step of a micro-batch; with `more`, gradients are not yet reduced over ranks."""
+        model = cast("FSDPModule", self._model)
+        if self._config.gradient_accumulation_steps > 1:
+            model.set_requires_gradient_sync(not more or self._config.sync_each_micro_batch)
+        # The backward pass begins with the weights of the root, and reshards them.
+        model.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+        try:
+            with self.explain_sharding_errors():
+                return super().step(batch, autocast, more=more, has_samples=has_samples)
+        finally:
+            model.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
 
     @contextmanager
     def explain_sharding_errors(self) -> Iterator[None]:
@@ -102,37 +109,6 @@ class FSDPStrategy(Strategy):
         part: Any = tensor.detach().to(self._device)
         full = part.full_tensor()
         return full.to("cpu", copy=True) if self._ranks.is_rank_zero else torch.empty(0)  # the copy has no padding
-
-    def local_state_dict(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return this rank's part of rank 0's state dict with unsharded tensors, scattered one by one."""
-        outline = map_tensors(_TensorSpec.from_tensor, state) if self._ranks.is_rank_zero else None
-        return cast("dict[str, Any]", self._scatter(state, self._ranks.broadcast_object(outline), like))
-
-    def _scatter(self, value: Any, outline: Any, like: Any) -> Any:
-        """Return this rank's part of rank 0's value.
-
-        Args:
-            value: the value on rank 0; None on other ranks.
-            outline: the value with a `_TensorSpec` for each tensor.
-            like: tensor whose sharding is applied to tensors of equal shape, or a mapping of the value's keys to such
-                tensors.
-        """
-        if isinstance(outline, _TensorSpec):
-            given = value.to(self._device) if self._ranks.is_rank_zero else outline.make_tensor(self._device)
-            if isinstance(like, DTensor) and like.shape == outline.shape:
-                return distribute_tensor(given, like.device_mesh, like.placements).to(like.device)
-            self._ranks.broadcast_tensors([given])
-            return given.cpu()
-        if isinstance(outline, dict):
-            found = {}
-            for key, inner in outline.items():
-                below = like[key] if isinstance(like, Mapping) and key in like else like
-                found[key] = self._scatter(value[key] if self._ranks.is_rank_zero else None, inner, below)
-            return found
-        if isinstance(outline, (list, tuple)):
-            values = value if self._ranks.is_rank_zero else [None] * len(outline)
-            return type(outline)(self._scatter(one, inner, like) for one, inner in zip(values, outline, strict=True))
-        return outline
 
     def checkpoint_state(self, parts: dict[str, Any], shards_dir: Path | None) -> dict[str, Any]:
         """Return a state for a checkpoint; if it is large, each rank writes its shards to `shards_dir`."""
@@ -190,20 +166,6 @@ class FSDPStrategy(Strategy):
 
 
 _PLAIN = (bool, int, float, str)
-
-
-class _TensorSpec(NamedTuple):
-    """Shape and type of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> _TensorSpec:
-        return cls(tensor.shape, tensor.dtype)
-
-    def make_tensor(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def _local_part(tensor: Tensor) -> Tensor:

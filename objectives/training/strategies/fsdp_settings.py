@@ -22,17 +22,23 @@ class _Settings(Protocol):
     def channels_last(self) -> bool: ...
     @property
     def cpu_offload(self) -> bool: ...
+    @property
+    def sync_each_micro_batch(self) -> bool: ...
 
 
 def check_fsdp_settings(config: _Settings) -> None:
-    """Reject settings that the strategy ``fsdp`` does not support, and ``cpu_offload`` with another strategy.
+    """Reject settings that the strategy ``fsdp`` does not support, and settings that need it with another strategy.
 
     Raises:
         ObjectiveError: the settings cannot be combined; the message has the alternatives.
     """
-    if config.cpu_offload and config.strategy != "fsdp":
-        raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {config.strategy!r}")
     if config.strategy != "fsdp":
+        for name, value in (
+            ("cpu_offload", config.cpu_offload),
+            ("sync_each_micro_batch", config.sync_each_micro_batch),
+        ):
+            if value:
+                raise ObjectiveError(f"{name}=True needs strategy='fsdp', not {config.strategy!r}")
         return
     if config.optimizer in _UNSHARDABLE_OPTIMIZERS:
         raise ObjectiveError(

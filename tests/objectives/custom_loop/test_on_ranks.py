@@ -66,6 +66,32 @@ def test_the_report_of_rank_0_counts_and_equals_that_of_one_process(tmp_path):
     assert kept["environment"]["world"] == 2
 
 
+class Timed(Drawn):
+    """Records the timeout of the process group in each epoch."""
+
+    def run(self, trial):
+        self.timeouts = []
+        for _ in trial.epochs():
+            backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+            self.timeouts.append(backend.options._timeout.total_seconds())
+            trial.report({"drawn": 1.0})
+
+
+def _timeouts(ranks, folder):
+    objective = Timed()
+    found = []
+    for name in ("first", "second"):
+        trained(ranks, objective, folder / name)
+        found.append(objective.timeouts)
+    return found
+
+
+@pytest.mark.slow
+def test_the_timeout_of_steps_begins_after_the_first_report(tmp_path):
+    expected = [300.0, *[7.0] * (EPOCHS - 1)]
+    assert on_ranks(2, _timeouts, tmp_path, timeout=7.0) == [[expected, expected]] * 2
+
+
 @pytest.mark.slow
 def test_all_ranks_receive_the_state_of_rank_0(tmp_path):
     on_ranks(2, _seen, tmp_path, 0)

@@ -111,6 +111,8 @@ BAD = [
     (["serve", "nothing"], ["'nothing'", "dashboard, metrics, mlflow"]),
     (["run", "digits", "--trails", "3"], ["--trails", "did you mean '--trials'"]),
     (["show", "s", "--xyz"], ["unknown option --xyz", "hpsearch show --help"]),
+    (["train", "digits", "--devices", "2"], ["train uses one device", "'run OBJECTIVE --trials 1 --devices N'"]),
+    (["lr-range", "digits", "--nodes", "2"], ["lr-range uses one device"]),
     (["run", "digits", "--stop-when", "1"], ["unknown option --stop-when; it is now '--min-expected-gain'"]),
     (["run", "digits", "--stall", "9"], ["unknown option --stall; it is now '--stall-factor'"]),
     (["worker", "--leave-when-idle", "9"], ["unknown option --leave-when-idle; it is now '--idle-timeout'"]),

@@ -12,7 +12,7 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.cores_and_gpus import assign_gpus, count_gpu_workers
-from hpsearch.search.fleet.rank_launcher import check_devices, find_rendezvous
+from hpsearch.search.fleet.rank_launcher import _describe_exit, check_devices, find_rendezvous
 from hpsearch.search.worker.options import WorkerOptions
 
 
@@ -23,6 +23,16 @@ def test_workers_with_several_devices_have_different_gpus() -> None:
     assert assign_gpus(1, four[:3], 2) == ["0", "1"]
     assert count_gpu_workers(four, workers_per_gpu=1, gpus_per_trial=2) == 2
     assert count_gpu_workers(four, workers_per_gpu=3, gpus_per_trial=1) == 12
+
+
+def test_the_end_of_a_rank_by_nccl_names_its_usual_cause() -> None:
+    assert _describe_exit(3, "cuda") == "ended with exit code 3"
+    assert _describe_exit(-9, "cuda") == "was ended by SIGKILL"
+    assert _describe_exit(-6, "cpu") == "was ended by SIGABRT"
+    assert _describe_exit(-6, "cuda") == (
+        "was ended by SIGABRT, as by NCCL after --collective-timeout (see the line with 'Watchdog caught collective "
+        "operation')"
+    )
 
 
 def test_machines_connect_to_the_given_address(tmp_path: Path) -> None:

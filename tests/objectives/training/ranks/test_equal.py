@@ -166,7 +166,21 @@ def count_divided_graphs():
     return len(calls), result.resume_note
 
 
-def fail_to_compile(ranks):
+def count_compiled_layers():
+    """Return how many graphs the compiler makes of the layers of a sharded model, and the status of the run."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, compile_call = CompileCounter(), torch.compile
+    torch.compile = lambda call: compile_call(call, backend=counter)
+    try:
+        config = TrainConfig(batch_size=32, compile=True, strategy="fsdp", ema_decay=0.9)
+        result = Trainer(Sides(), config, epochs=1, seed=0).fit()
+    finally:
+        torch.compile = compile_call
+    return counter.frame_count, result.resume_note
+
+
+def fail_to_compile(ranks, strategy):
     """Return the reason why no rank compiles if one rank cannot."""
     compile_call = torch.compile
 
@@ -175,21 +189,29 @@ def fail_to_compile(ranks):
 
     torch.compile = lambda call: compile_call(call, backend=fail if ranks.rank else "eager")
     try:
-        return Trainer(Sides(), TrainConfig(batch_size=32, compile=True), epochs=1, seed=0).fit().resume_note
+        config = TrainConfig(batch_size=32, compile=True, strategy=strategy)
+        return Trainer(Sides(), config, epochs=1, seed=0).fit().resume_note
     finally:
         torch.compile = compile_call
 
 
-def compile_all(ranks):
-    return count_divided_graphs(), fail_to_compile(ranks)
+def compile_with(ranks, count, strategy):
+    return count(), fail_to_compile(ranks, strategy)  # counts first, because the compiler keeps what it has compiled
 
 
-def test_ddp_divides_compiled_graphs_and_all_ranks_compile_or_none():
-    (first, failed), (second, failed_too) = on_ranks(2, compile_all)
-    assert first == second
-    assert first[0] > 0
-    assert first[1] is None
-    assert failed == failed_too
+@pytest.mark.parametrize(
+    ("strategy", "count", "least"),
+    [
+        pytest.param("ddp", count_divided_graphs, 1, id="ddp"),
+        pytest.param("fsdp", count_compiled_layers, 4, id="fsdp", marks=pytest.mark.soak),  # two, and their averages
+    ],
+)
+def test_ranks_compile_the_parts_of_a_model_between_communication_on_all_ranks_or_none(strategy, count, least):
+    """That is, DDP's buckets and FSDP's layers."""
+    (compiled, failed), others = on_ranks(2, compile_with, count, strategy)
+    assert (compiled, failed) == others
+    assert compiled[0] >= least
+    assert compiled[1] is None
     assert failed.startswith("model not compiled: ")
     assert "no compiler" in failed
 

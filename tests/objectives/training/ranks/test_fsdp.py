@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def noted():
     return run.steplog.drain(), run
 
 
+def count_communication(objective, **settings):
+    """Return the reductions and gathers of an epoch of 7 micro-batches, with FSDP's calls replaced by counting ones."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as calls
+
+    config = TrainConfig(strategy="fsdp", batch_size=16, **settings)
+    run = Trainer(objective(), config, epochs=1, seed=0).build()
+    counts, originals = dict.fromkeys(("foreach_reduce", "foreach_all_gather"), 0), {}
+
+    def count(name, *arguments, **more):
+        counts[name] += 1
+        return originals[name](*arguments, **more)
+
+    for name in counts:
+        originals[name] = getattr(calls, name)
+        setattr(calls, name, functools.partial(count, name))
+    try:
+        train_epoch(run, 0)
+    finally:
+        for name, original in originals.items():
+            setattr(calls, name, original)
+    return list(counts.values())
+
+
 def caches_casts():
     """Return whether autocast keeps the casts of all weights in a bf16 run."""
     run = Trainer(WideSides(), dataclasses.replace(SHARDED, precision="bf16"), epochs=1, seed=0).build()
@@ -206,6 +230,10 @@ def on_two(ranks, folder):
     found["refused"] = {name: refused(objective) for name, objective in REFUSED.items()}
     found["noted"], run = noted()
     found["caches casts"] = caches_casts()
+    found["communication"] = [
+        count_communication(Tied, gradient_accumulation_steps=2),
+        count_communication(Tied, gradient_accumulation_steps=2, sync_each_micro_batch=True),
+    ]
     found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
     result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
     found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
@@ -278,6 +306,13 @@ def test_each_rank_holds_only_its_shard(two):
 def test_autocast_does_not_keep_a_copy_of_the_whole_model_on_each_rank(alone, two):
     assert alone[1]["caches casts"]
     assert [found["caches casts"] for found in two[1]] == [False, False]
+
+
+def test_gradients_are_reduced_once_per_step_and_the_root_is_gathered_once_per_micro_batch(two):
+    """The model has two groups of weights: the head, and the rest in the root; 7 micro-batches make 4 steps."""
+    once, each = two[1][0]["communication"]
+    assert (once[0], each[0]) == (4 * 2, 7 * 2)
+    assert once[1] == each[1] == 7 * (2 + 1), "the head before the forward and the backward pass, the root once"
 
 
 def test_compiled_fsdp_training_is_equal_or_marked_not_exact(alone, two):
@@ -355,6 +390,7 @@ def test_a_model_that_cannot_be_sharded_is_rejected_in_one_line(two):
         ({"precision": "fp16"}, "use 'bf16'"),
         ({"channels_last": True}, "channels_last=True"),
         ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload=True needs strategy='fsdp'"),
+        ({"strategy": "ddp", "sync_each_micro_batch": True}, "sync_each_micro_batch=True needs strategy='fsdp'"),
     ],
 )
 def test_incompatible_settings_are_rejected_in_one_line(settings, said):

@@ -2,13 +2,16 @@
 
 import math
 import os
+from functools import partial
 
 import psutil
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
-from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Trainer
+from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Step, TrainConfig, Trainer
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankLostError, init_process_group
+from hpsearch.objectives.training.strategies.ddp import SyncBatchNorm
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 from tests.objectives.training.support import Stopped
 
@@ -47,12 +50,12 @@ def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path):
     assert on_ranks(2, find_listening_addresses, store_path=tmp_path / "ranks") == [{"127.0.0.1"}] * 2
 
 
-def test_custom_loops_on_gpus_can_communicate_cpu_tensors(monkeypatch, tmp_path):
-    """Checkpoints of torch.distributed do so in the background."""
+def test_process_groups_on_gpus_have_a_backend_for_cpu_tensors_and_connect_at_once(monkeypatch, tmp_path):
+    """Checkpoints of torch.distributed communicate CPU tensors in the background."""
     asked = []
 
-    def note_backend(backend, **_):
-        asked.append(backend)
+    def note_backend(backend, **settings):
+        asked.append((backend, settings["device_id"], settings["timeout"].total_seconds()))
         raise RuntimeError("no GPU here")
 
     monkeypatch.setenv("RANK", "0")
@@ -62,10 +65,10 @@ def test_custom_loops_on_gpus_can_communicate_cpu_tensors(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.distributed, "init_process_group", note_backend)
     with (
         pytest.raises(RankLostError, match="no GPU here"),
-        init_process_group(device="cuda", store_path=tmp_path / "ranks"),
+        init_process_group(device="cuda:1", timeout=30, store_path=tmp_path / "ranks"),
     ):
         pass
-    assert asked == ["cpu:gloo,cuda:nccl"]
+    assert asked == [("cpu:gloo,cuda:nccl", torch.device("cuda:1"), 300)]
     assert os.environ.pop("NCCL_SOCKET_IFNAME") in {"lo", "lo0"}
 
 
@@ -199,6 +202,102 @@ def test_a_run_of_two_ranks_resumes_on_another_number(tmp_path, world):
     numbers, weights = apart(found, keep(SINGLE_PROCESS, tmp_path / "alone", 4))
     assert numbers < 1e-6
     assert weights < 1e-5
+
+
+def test_synchronized_batch_norm_does_not_count_the_sample_of_a_rank_without_samples(monkeypatch):
+    """PyTorch's SyncBatchNorm needs GPUs, so another one takes its place."""
+    counted = []
+
+    def normalize(norm, x):
+        counted.append(len(x))
+        return (
+            x if len(x) == 0 else torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+        )
+
+    monkeypatch.setattr(torch.nn.SyncBatchNorm, "forward", normalize)
+    norm = SyncBatchNorm(3)
+    x = torch.randn(4, 3)
+    assert not torch.equal(norm(x), x)
+    norm.has_samples = False
+    own = x[:1].requires_grad_()
+    (0.0 * norm(own).sum()).backward()
+    assert counted == [4, 0]
+    assert [gradient.abs().sum() for gradient in (own.grad, norm.weight.grad, norm.bias.grad)] == [0, 0, 0]
+    norm.eval()(x[:1].repeat(2, 1))
+    assert counted == [4, 0, 2]
+
+
+class Timed(Sides):
+    """Records the timeout of the collectives of the training at points of a run."""
+
+    def __init__(self):
+        self.timeouts = []
+
+    def record(self, point):
+        timeout = c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        if (point, timeout) not in self.timeouts:
+            self.timeouts.append((point, timeout))
+
+    def model(self, config, train):
+        self.record("model")
+        return super().model(config, train)
+
+    def step(self, model, batch, config):
+        self.record("step" if model.training else "evaluation")
+        return Step(torch.nn.functional.cross_entropy(model(batch.x), batch.y))
+
+
+def record_timeouts(ranks):
+    first, second = Timed(), Timed()
+    for objective in (first, second):
+        Trainer(objective, TrainConfig(batch_size=32), epochs=1, seed=0).fit()
+    return first.timeouts, second.timeouts
+
+
+def test_the_timeout_of_steps_begins_after_the_first_step():
+    """Connections and kernels are made before, which takes minutes on a large machine."""
+    setup, steps = 300.0, 7.0
+    expected = [("model", setup), ("evaluation", setup), ("step", setup), ("step", steps), ("evaluation", steps)]
+    for found in on_ranks(2, record_timeouts, timeout=steps):
+        assert found == (expected, expected)
+
+
+class Wide(Sides):
+    """A model whose weights are much larger than the rest of a checkpoint."""
+
+    def model(self, config, train):
+        return torch.nn.Sequential(torch.nn.Linear(8, 8192), torch.nn.ReLU(), torch.nn.Linear(8192, 2))
+
+
+def resume_counted(ranks, folder):
+    """Return the bytes of all pickles that a resumed run exchanges, and its training losses, by strategy."""
+    found, pickled = {}, []
+    pickle = c10d._object_to_tensor
+
+    def count(*arguments, **more):
+        pickled.append((made := pickle(*arguments, **more))[1].item())
+        return made
+
+    c10d._object_to_tensor = count
+    for strategy in ("ddp", "fsdp"):
+        config = TrainConfig(strategy=strategy, batch_size=64)
+        kept = partial(Stopped, folder / strategy)
+        Trainer(Wide(), config, epochs=2, seed=0, session=kept(1)).fit()
+        pickled.clear()
+        result = Trainer(Wide(), config, epochs=2, seed=0, session=kept(9)).fit()
+        found[strategy] = sum(pickled), [record.metrics["train_loss"] for record in result.history]
+    return found
+
+
+def test_a_resume_sends_no_weights_in_pickles(tmp_path):
+    """Pickles of a state of 12 GB would need more than 100 GB of memory on a machine with 8 ranks."""
+    weights = sum(4 * parameter.numel() for parameter in Wide().model(None, None).parameters())
+    first, second = on_ranks(2, resume_counted, tmp_path)
+    for strategy in ("ddp", "fsdp"):
+        for size, losses in (first[strategy], second[strategy]):
+            assert size < weights / 4, (strategy, size)
+            assert len(losses) == 2
+            assert losses == first["ddp"][1] or losses == pytest.approx(first["ddp"][1], abs=1e-5)
 
 
 def rates(ranks, scaling):
