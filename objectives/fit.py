@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def fit(
         if plan.refit is not None:
             require_model_objective(objective, "a refit")
         return LoopRun(objective, config, replace(plan, resplit_seed=None), **options).fit()
-    numbers = {name: number for name, number in asdict(plan).items() if name not in {"folds", "fold"}}
-    options |= {**numbers, "instruments": instruments}
+    of_plan = {name: value for name, value in vars(plan).items() if name not in {"folds", "fold"}}
+    options |= {**of_plan, "instruments": instruments}
     return Trainer(require_model_objective(objective, "training"), config, **options).fit()
 
 

@@ -259,6 +259,8 @@ class RunPlan:
         refit: number of epochs to train in a refit, a run on training and validation data; None for other runs.
         folds: number of folds of a cross-validation, in which the run trains one model per fold; None for one model.
         fold: index of the fold that the run validates on; None for a run on one split, or on all folds.
+        config_by_epoch: the configurations of a run whose configuration changes, by the first epoch that each trains,
+            from 0; empty for a run with one configuration.
 
     Raises:
         ObjectiveError: a number is out of range, or the numbers contradict each other.
@@ -271,6 +273,7 @@ class RunPlan:
     refit: int | None = None
     folds: int | None = None
     fold: int | None = None
+    config_by_epoch: Mapping[int, TrainConfig] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int):
@@ -287,9 +290,17 @@ class RunPlan:
             raise ObjectiveError(f"folds must be at least 2, not {self.folds}")
         if self.fold is not None and (self.folds is None or not 0 <= self.fold < self.folds):
             raise ObjectiveError(f"fold must be from 0 to folds - 1 with folds={self.folds}, not {self.fold}")
+        if self.config_by_epoch and min(self.config_by_epoch) != 0:
+            raise ObjectiveError(f"config_by_epoch must begin with epoch 0, not {min(self.config_by_epoch)}")
+
+    def get_config(self, epoch: int) -> TrainConfig | None:
+        """Return the configuration that trains an epoch, from 0; None for a run with one configuration."""
+        begun = [first for first in self.config_by_epoch if first <= epoch]
+        return self.config_by_epoch[max(begun)] if begun else None
 
     @property
     def identity(self) -> dict[str, int]:
         """Entries of the plan that identify the run in a checkpoint, where `resplit_seed` has the key "division"."""
-        stored = {**dataclasses.asdict(self), "division": self.resplit_seed, "resplit_seed": None}
+        own = {name: value for name, value in vars(self).items() if name != "config_by_epoch"}
+        stored = {**own, "division": self.resplit_seed, "resplit_seed": None}
         return {name: value for name, value in stored.items() if value is not None}

@@ -121,6 +121,9 @@ class Trainer(BaseTrainer):
             refit, schedules extend over `epochs`, patience does not end the run, and the weights of the last epoch are
             kept. The validation metrics of a refit are computed on samples that it trains on.
         fold: fold of a cross-validation on which the run validates; None uses the split.
+        config_by_epoch: the configurations of a run whose configuration changes, by the first epoch that each trains,
+            from 0, as population-based training finds them. Only parameters may differ with which the model and the
+            optimizer keep the names and shapes of their state. None trains all epochs with `config`.
         session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
         run_dir: directory for configuration, log, metrics and plots. None uses the directory of the session, or writes
             no files if there is no session.
@@ -143,6 +146,7 @@ class Trainer(BaseTrainer):
         resplit_seed: int | None = None,
         refit: int | None = None,
         fold: Fold | None = None,
+        config_by_epoch: Mapping[int, TrainConfig] | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
@@ -150,8 +154,10 @@ class Trainer(BaseTrainer):
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        folds = {} if fold is None else {"fold": fold.index, "folds": fold.count}
-        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit, **folds)
+        more: dict[str, Any] = {"config_by_epoch": config_by_epoch or {}}
+        if fold is not None:
+            more |= {"fold": fold.index, "folds": fold.count}
+        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit, **more)
         super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
         self.objective = objective
         self.instruments = instruments if self.ranks.is_rank_zero else NO_INSTRUMENTS
@@ -173,8 +179,25 @@ class Trainer(BaseTrainer):
             run = self.build()
             verdict = self.start(run)
             while verdict == Verdict.CONTINUE and not run.is_finished:
+                run = self._change_config(run)
                 verdict = self.run_epoch(run)
             return self._finish(run, verdict)
+
+    def _change_config(self, run: Run) -> Run:
+        """Return the run with the configuration of its next epoch: a new run with the old one's state if it changes."""
+        epoch = run.curve.next_epoch
+        config = self.plan.get_config(epoch)
+        if config is None or config == run.config:
+            return run
+        before, after = run.config.to_dict(), config.to_dict()
+        settings = ", ".join(f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name])
+        self.files.log.info("from epoch %d: %s", epoch + 1, settings)
+        changed = self.build(config)
+        for trained in range(epoch + (run.mid_epoch_state is not None)):
+            self._on_epoch(changed, trained)
+        changed.load_state_dict(run.state_dict(), is_other_config=True)
+        changed.mid_epoch_state = run.mid_epoch_state
+        return changed
 
     def run_epoch(self, run: Run) -> Verdict:
         """Train, validate, save and report, in this order, so that no reported epoch is lost if the process dies."""
@@ -280,11 +303,13 @@ class Trainer(BaseTrainer):
             self.files.log.info("stopped in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
             raise MidEpochStopError
 
-    def build(self) -> Run:
-        """Build the run; see `build_run`."""
+    def build(self, config: TrainConfig | None = None) -> Run:
+        """Build the run; see `build_run`. Without `config`, its configuration is that of the next epoch."""
         reset_peak_memory(self.device)
+        reported = 0 if self.curve is None else len(self.curve.values)
+        config = config or self.plan.get_config(reported) or self.config
         run, untrained = build_run(
-            self.objective, self.config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
+            self.objective, config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
         )
         run.measurer.require_device()
         run.shards = None if self.session is None else self.session.shards
@@ -307,12 +332,13 @@ class Trainer(BaseTrainer):
             if run.mid_epoch_state:
                 where += f" and {run.mid_epoch_state['sums']['steps']} of {run.batch_source.steps} steps"
             self.files.log.info("%s", "; ".join([where, *run.resume_notes]))
-        resolved = {**run.identity, "environment": run.environment}
+        changes = {str(first): config.to_dict() for first, config in self.plan.config_by_epoch.items()}
+        resolved = {**run.identity, **({"config_by_epoch": changes} if changes else {}), "environment": run.environment}
         return self._open(run.curve, resolved, run.git_diff, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
         with wrap_user_errors(f"{type(self.objective).__name__}.on_epoch"):
-            self.objective.on_epoch(run.model, epoch, self.config)
+            self.objective.on_epoch(run.model, epoch, self.plan.get_config(epoch) or self.config)
 
     def _report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the session, then write its record."""

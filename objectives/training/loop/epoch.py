@@ -261,6 +261,9 @@ def _validate_mid_epoch(run: Run, epoch: int) -> None:
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Restore the state of a checkpoint in a new run.
 
+    If the configuration of the run changes, the checkpoint may be of another member of the population, with another
+    seed. Its configuration must be the one that trained its last epoch.
+
     Raises:
         ObjectiveError: the checkpoint is of another run, or does not fit the current code of the objective.
     """
@@ -269,9 +272,12 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     stored = {key: state.get(key) for key in run.identity}
     if isinstance(stored["config"], dict):  # settings that are newer than the checkpoint get their defaults
         stored["config"] = TrainConfig.from_dict(stored["config"]).to_dict()
-    require_same_run(stored, run.identity)
+    expected = dict(run.identity)
+    if (trained := run.plan.get_config(max(len(state["history"]) - ("within" not in state), 0))) is not None:
+        expected |= {"config": trained.to_dict(), "seed": stored["seed"]}
+    require_same_run(stored, expected)
     try:
-        run.load_state_dict(state)
+        run.load_state_dict(state, is_other_config=expected["config"] != run.identity["config"])
     except (RuntimeError, ValueError, KeyError) as error:
         detail = get_first_line(error)
         raise ObjectiveError(f"the checkpoint does not fit the current code of the objective: {detail}") from error

@@ -37,6 +37,8 @@ from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Strategy
 
 CHECKPOINT_FORMAT = 2  # format of a checkpoint after an epoch
+# Entries of an optimizer's groups that are no settings; pytorch-optimizer counts steps in `step` and `counter`.
+_PROGRESS = frozenset({"params", "step", "counter"})
 MID_EPOCH_FORMAT = 3  # releases without mid-epoch checkpoints reject this format as another run
 
 
@@ -201,8 +203,15 @@ class Run:
             mid_epoch["ranks"] = self.ranks.all_gather_object(own)
         return {**self.state_dict(), "format": MID_EPOCH_FORMAT, "within": mid_epoch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint, except identity and environment."""
+    def load_state_dict(self, state: dict[str, Any], *, is_other_config: bool = False) -> None:
+        """Restore a checkpoint, except identity and environment.
+
+        Args:
+            state: content of the checkpoint.
+            is_other_config: whether the checkpoint has another configuration than this run. The settings of the
+                optimizer and the schedule, such as learning rates and weight decay, are then those of this run.
+        """
+        groups = [dict(group) for group in self.optimizer.param_groups]
         parameters = dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
         average = self.weight_averaging.state_dict()
         like = {"model": self.model.state_dict(), "optimizer": parameters, "average": average or {}}
@@ -210,7 +219,14 @@ class Run:
         own = self.strategy.load_checkpoint_state({part: state[part] for part in like}, like, folder)
         self.model.load_state_dict(own["model"])
         self.optimizer.load_state_dict(own["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        if is_other_config:
+            rates = [group["lr"] / group["initial_lr"] for group in self.optimizer.param_groups]
+            for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update({key: value for key, value in fresh.items() if key not in _PROGRESS})
+            finished = len(state["history"])
+            self.schedule.continue_at(finished * self.batch_source.steps, state["schedule"], rates)
+        else:
+            self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
         if average is not None:
             self.weight_averaging.load_state_dict(own["average"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Schedule:
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        self._optimizer, self._factor = optimizer, factor
         self._steps = LambdaLR(optimizer, factor)
 
     def step(self) -> None:
@@ -47,6 +48,21 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; the learning rates are in the optimizer's state."""
         self._steps.load_state_dict(state["steps"])
+
+    def continue_at(self, step: int, state: dict[str, Any], rates: Sequence[float]) -> None:  # noqa: ARG002 of _Plateau
+        """Continue the schedule of another configuration, with the initial learning rates of this one.
+
+        Args:
+            step: optimizer steps of the finished epochs, with this configuration's steps per epoch.
+            state: result of `state_dict` with the other configuration.
+            rates: the current learning rates of the other configuration, relative to their initial ones, by group.
+        """
+        self._move_to(step, [self._factor(step)] * len(rates))
+
+    def _move_to(self, step: int, factors: Sequence[float]) -> None:
+        self._steps.last_epoch = step
+        for group, initial, factor in zip(self._optimizer.param_groups, self._steps.base_lrs, factors, strict=True):
+            group["lr"] = initial * factor
 
 
 class _Plateau(Schedule):
@@ -83,6 +99,12 @@ class _Plateau(Schedule):
         super().load_state_dict(state)
         self._plateau.load_state_dict(state["plateau"])
         self._seen = state["seen"]
+
+    def continue_at(self, step: int, state: dict[str, Any], rates: Sequence[float]) -> None:
+        for key in ("best", "num_bad_epochs", "cooldown_counter", "last_epoch"):
+            setattr(self._plateau, key, state["plateau"][key])
+        self._seen = step
+        self._move_to(min(step, self._warmup), rates if step >= self._warmup else [self._factor(step)] * len(rates))
 
 
 def _warmup_factor(step: int, config: TrainConfig, plan: ScheduleLength) -> float:
