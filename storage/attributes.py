@@ -39,6 +39,9 @@ BUDGET_CUT = "hpsearch:cut"  # the budget was spent while the trial ran; the tri
 RUNG = "hpsearch:rung"  # last pause: rung, epoch (from 0), rank, number of trials at the rung
 DEVICE_SPEED = "hpsearch:pace"  # trials on several devices: median over the epochs of each speed metric, by name
 FOLDS_ERROR = "hpsearch:folds_error"  # trials with folds: standard error of the value, which is their mean
+# Trials of population-based training whose configuration changed: a list of {"epoch" (the first, from 0), "trial" (that
+# trained from this epoch on), "params"}. The trial's own parameters are those of its start.
+CONFIG_SCHEDULE = "hpsearch:config_schedule"
 MODEL = "hpsearch:mlflow_model_id"
 MODEL_SHA256 = "hpsearch:mlflow_model_sha256"  # {model id: SHA-256 of the model's files, see compute_folder_sha256}
 TRACKING = "hpsearch:tracking"  # finished trials: the records that MLflow lacks

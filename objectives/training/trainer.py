@@ -306,8 +306,11 @@ class Trainer(BaseTrainer):
     def build(self, config: TrainConfig | None = None) -> Run:
         """Build the run; see `build_run`. Without `config`, its configuration is that of the next epoch."""
         reset_peak_memory(self.device)
-        reported = 0 if self.curve is None else len(self.curve.values)
-        config = config or self.plan.get_config(reported) or self.config
+        if config is None and self.plan.config_by_epoch:
+            # Only rank 0 has the epochs that earlier attempts have reported.
+            reported = self.ranks.broadcast_object(0 if self.curve is None else len(self.curve.values))
+            config = self.plan.get_config(reported)
+        config = config or self.config
         run, untrained = build_run(
             self.objective, config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
         )

@@ -27,6 +27,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
+    CONFIG_SCHEDULE,
     FOLDER_NAME,
     LEAKS,
     PARENT_TRIAL,
@@ -104,10 +105,15 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
         create_trial(
             state=TrialState.WAITING,
             system_attrs={"fixed_params": chosen[parent].params},
-            user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed},
+            user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed, **_get_schedule(chosen[parent])},
         )
         for parent, seed in map(of.get_trial_and_seed, range(len(of.trials) * len(of.seeds)))
     ]
+
+
+def _get_schedule(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the attribute with the schedule of a trial whose configuration changed, so that other runs follow it."""
+    return {key: value for key, value in trial.user_attrs.items() if key == CONFIG_SCHEDULE}
 
 
 FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias
@@ -199,9 +205,13 @@ def select_finalists(
         found = [trial for trial in rank_trials(found, spec.maximize_each, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
     for trial in found:
-        if len(chosen) < top and all(trial.params != other.params for other in chosen):
+        if len(chosen) < top and all(_get_training(trial) != _get_training(other) for other in chosen):
             chosen.append(trial)
     return chosen
+
+
+def _get_training(trial: FrozenTrial) -> tuple[object, object]:
+    return trial.params, _get_schedule(trial)
 
 
 def list_excluded_trials(study: StoredStudy, top: int) -> list[int]:

@@ -16,10 +16,10 @@ from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.table import to_record
 from hpsearch.search.finalists.winner import COVERAGE
-from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
-from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.attributes import ATTEMPT, CONFIG_SCHEDULE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
@@ -67,6 +67,8 @@ class Evidence:
             of the runs, and the selected run. In this case, `value` is measured on training samples. None for other
             models.
         export_source: method of the objective that returned the exported module; empty if it is the trained model.
+        config_schedule: configurations of a trial whose configuration changed, with the trials that trained their
+            epochs; None for other trials.
     """
 
     study: str
@@ -92,6 +94,7 @@ class Evidence:
     model_sha256: str | None = None
     refit: dict[str, Any] | None = None
     export_source: str = ""
+    config_schedule: list[dict[str, Any]] | None = None
 
     def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON values for the database."""
@@ -202,7 +205,8 @@ def gather_evidence(
         metric=study.spec.metric,
         value=get_first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
-        params=dict(trial.params),
+        params=get_last_params(trial),
+        config_schedule=trial.user_attrs.get(CONFIG_SCHEDULE),
         config=resolved.get("config"),
         seed=resolved.get("seed"),
         git_sha=environment.get("git_sha"),
@@ -241,6 +245,7 @@ _UNTAGGED_FIELDS = (
     "weights_only",
     "model_id",
     "export_source",
+    "config_schedule",
 )  # of the evidence, without a tag
 
 
@@ -293,6 +298,8 @@ def _format_card(evidence: Evidence, address: str) -> list[str]:
         lines += ["", *_format_finalists(evidence.finalists, evidence.metric)]
     lines += ["", _format_loading(evidence, address), ""]
     params = [(key, format_value(value)) for key, value in evidence.params.items()]
+    if evidence.config_schedule is not None:
+        lines += [*_format_schedule(evidence.config_schedule), ""]
     lines += _make_table(("parameter", "value"), _escape_rows(params))
     return lines
 
@@ -363,6 +370,15 @@ def _list_facts(evidence: Evidence) -> list[tuple[str, str]]:
         ("files of the model", evidence.model_sha256 and f"sha256 {evidence.model_sha256}"),
     ]
     return [(name, str(value)) for name, value in facts if value is not None]
+
+
+def _format_schedule(schedule: list[dict[str, Any]]) -> list[str]:
+    lines = ["The configuration changed during the training (population-based training):", ""]
+    rows = []
+    for part in schedule:
+        settings = ", ".join(f"{name} = {format_value(value)}" for name, value in part["params"].items())
+        rows.append((str(part["epoch"] + 1), str(part["trial"]), settings))
+    return [*lines, *_make_table(("from epoch", "trained by trial", "configuration"), _escape_rows(rows))]
 
 
 def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.splits import Splits
@@ -41,7 +41,7 @@ from hpsearch.search.promotion.model_files import fetch_model, remove_ids
 from hpsearch.search.promotion.sandbox import run_isolated
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.control import find_trial
-from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
@@ -134,7 +134,7 @@ def serve_check(
         if export_failure := read_export_failure(tracking.client, version.model_id):
             scored, error = _score_weights(files, objective), ""
         else:
-            config = objective.configure(optuna.trial.FixedTrial(trial.params))
+            config = objective.configure(FixedTrial(get_last_params(trial)))
             is_custom = overrides(objective, "evaluate") or overrides(objective, "export")
             if by_weights := is_custom or study.spec.folds is not None:
                 weights = BestWeights(study, trial, "the model is not checked")

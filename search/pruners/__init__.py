@@ -3,7 +3,7 @@
 A pruner with the name of one of Optuna's pruners makes the same decisions.
 """
 
-from hpsearch.search.pruners import hyperband_and_asha, stopping, wilcoxon
+from hpsearch.search.pruners import hyperband_and_asha, pbt, stopping, wilcoxon
 from hpsearch.search.pruners.base_and_halving import PrunerSpec
 
-__all__ = ["PrunerSpec", "hyperband_and_asha", "stopping", "wilcoxon"]
+__all__ = ["PrunerSpec", "hyperband_and_asha", "pbt", "stopping", "wilcoxon"]

@@ -273,6 +273,8 @@ class PrunerSpec(RegisteredOptions):
     family: ClassVar[str] = "pruner"
     # Whether the pruner ends trials early.
     can_prune: ClassVar[bool] = True
+    # Whether trials continue from checkpoints of other trials.
+    shares_checkpoints: ClassVar[bool] = False
 
     def get_metric_name(self) -> str | None:
         """Return the name of the metric in the options; None if the pruner uses the study's metric."""
@@ -291,6 +293,18 @@ class PrunerSpec(RegisteredOptions):
 
         Raises:
             ValueError: it needs folds, or more folds.
+        """
+
+    def check_settings(self, *, n_trials: int, sampler: str, given: Sequence[str]) -> None:
+        """Check that the pruner supports the other settings of a study.
+
+        Args:
+            n_trials: budget in trials.
+            sampler: name of the sampler.
+            given: options of the study that some pruners do not support, such as ``--timeout``.
+
+        Raises:
+            ValueError: a setting is not available with the pruner; the message has the setting and the remedy.
         """
 
     def build(self) -> BasePruner:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.search.pruners.base_and_halving import Decision, OtherTrials, PruningContext, RungValue
+from hpsearch.search.pruners.pbt import PBT
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.study_storage.reading import get_rung_key, read_rung_values
@@ -29,6 +31,7 @@ def make_rungs(spec: StudySpec) -> Rungs | None:
         spec.maximize,
         min_complete=schedule.min_complete,
         maximize_each=spec.maximize_each if spec.is_multi_objective else (),
+        decide=partial(spec.pruner.choose_copies, spec.seed) if isinstance(spec.pruner, PBT) else None,
     )
 
 

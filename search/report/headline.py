@@ -231,7 +231,8 @@ def _find_next_steps(
     if spec.finalists_of is not None or not summary.front:
         return steps
     single = None if spec.is_multi_objective else summary.best
-    steps += _find_edges(study, single) if single is not None else []
+    is_population = spec.pruner.shares_checkpoints
+    steps += _find_edges(study, single) if single is not None and not is_population else []
     if not study.is_spent(summary.finished):
         return steps
     flat = count_flat_trials(study, single) if single is not None else 0
@@ -240,6 +241,8 @@ def _find_next_steps(
     why = "the best trials may differ by chance only" if is_tie else "the best value is partly luck"
     if flat >= max(_MIN_FLAT_TRIALS, summary.finished / 2):
         why = f"the last {flat} of {pluralize(summary.finished, 'trial')} found no better value"
+    elif is_population:
+        pass  # it cannot be extended
     elif summary.finished < _TRIALS_PER_PARAMETER * n_parameters and study.early_stop is None and not is_decided:
         few = "is not enough" if summary.finished == 1 else "are few"
         found = f"{pluralize(summary.finished, 'trial')} {few} for {pluralize(n_parameters, 'parameter')}"

@@ -47,6 +47,8 @@ def compute_importances(study: StoredStudy, metric_index: int = 0) -> Importance
         study: the study.
         metric_index: index of the metric in the values of a trial.
     """
+    if study.spec.pruner.shares_checkpoints:
+        return "Not available: the pruner pbt changes parameters during the training."
     maximize = study.spec.maximize_each[metric_index]
     keys = {trial.number: (math.inf, value) for trial, value in _list_values(study, metric_index)}
     if not study.spec.is_multi_objective:

@@ -36,6 +36,7 @@ from hpsearch.search.report.figures import (
 )
 from hpsearch.search.report.headline import Headline, make_headline
 from hpsearch.search.report.importances import compute_importances
+from hpsearch.search.report.lineage import make_lineage
 from hpsearch.search.report.show import (
     describe_model,
     forecast_trials,
@@ -53,10 +54,10 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.folders import get_report_path
 from hpsearch.search.study.promotions import list_promotions
-from hpsearch.search.study.ranking import get_first_value
+from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
-from hpsearch.storage.attributes import LEAKS, PRUNING, RUN_URL, SMOKE_TEST
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.files import replacement
 from hpsearch.storage.records.promotions import Promotion
@@ -140,7 +141,8 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         next_steps=[(f"{step.finding[0].upper()}{step.finding[1:]}:", step.command) for step in headline.next_steps],
         cards=_make_cards(study, summary, finalists, opening, headline),
         states=[(state, count) for state, count in summary.by_state.items() if count],
-        rungs=_make_rung_rows(study),
+        rungs=[] if study.spec.pruner.shares_checkpoints else _make_rung_rows(study),
+        lineage=make_lineage(study, summary.best),
         became=_RUNG_OUTCOMES,
         paused=any(trial["pauses"] for trial in figures["trials"]),
         n_forecasts=len(forecasts),
@@ -281,10 +283,11 @@ def _describe_best(study: StoredStudy, summary: Summary, finalists: Finalists | 
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
         return None
+    when = " in the last epochs" if CONFIG_SCHEDULE in best.user_attrs else ""
     return {
         "number": best.number,
-        "title": f"{title}, trial {best.number}",
-        "params": {k: format_value(v) for k, v in best.params.items()},
+        "title": f"{title}{when}, trial {best.number}",
+        "params": {k: format_value(v) for k, v in get_last_params(best).items()},
         "why": format_suggestion_reason(note) if (note := best.system_attrs.get(SUGGESTION_REASON_KEY)) else None,
     }
 

@@ -16,13 +16,14 @@ from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
 from hpsearch.search.freeze_thaw.forecast_text import Forecast, can_forecast, format_forecast
+from hpsearch.search.pruners.pbt import PBT
 from hpsearch.search.report.headline import make_headline
 from hpsearch.search.report.trial_table import make_trial_table
 from hpsearch.search.report.trials import find_waiting_reasons, list_parameter_names, sort_trials, sort_trials_by
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.device_summary import format_devices, summarize_devices
 from hpsearch.search.study.promotions import list_current_promotions
-from hpsearch.search.study.ranking import get_first_value, sort_best_first
+from hpsearch.search.study.ranking import get_first_value, get_last_params, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     Summary,
@@ -33,7 +34,7 @@ from hpsearch.search.study.summary import (
     get_study_page,
     summarise,
 )
-from hpsearch.storage.attributes import INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING
 from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
 
@@ -57,10 +58,14 @@ def format_settings(spec: StudySpec) -> str:
         f"{spec.epochs} epochs per trial",
         *([f"{spec.folds} folds"] if spec.folds else []),
         f"sampler {spec.sampler.name}",
-        f"pruner {spec.pruner.name}",
+        f"pruner {spec.pruner.name}{_format_in_flight(spec)}",
         f"seed {spec.seed}",
     ]
     return ", ".join(parts)
+
+
+def _format_in_flight(spec: StudySpec) -> str:
+    return f" (changes {', '.join(spec.pruner.parameters or ())})" if isinstance(spec.pruner, PBT) else ""
 
 
 def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
@@ -107,7 +112,11 @@ def _format_result(study: StoredStudy, summary: Summary) -> list[str]:
             f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
         )
         if best.params:
-            lines.append("    " + ", ".join(f"{key} = {format_value(value)}" for key, value in best.params.items()))
+            params = get_last_params(best)
+            lines.append("    " + ", ".join(f"{key} = {format_value(value)}" for key, value in params.items()))
+        if CONFIG_SCHEDULE in best.user_attrs:
+            again = format_command("show", spec.name, "--trial", str(best.number))
+            lines.append(f"    in the last epochs; the schedule of all epochs: {again}")
     else:
         why = "all complete trials violate a constraint" if summary.out_of_bounds else "no trial is complete"
         lines.append(f"best: none, because {why}")

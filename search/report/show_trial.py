@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
@@ -22,7 +23,7 @@ from hpsearch.search.study.summary import (
     format_values,
     list_violations,
 )
-from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, AttemptRecord, read_attempts, read_epoch_values
 
@@ -37,7 +38,11 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     console.print(f"trial {number} of study {study.spec.name}: {format_state(trial)}", style="bold")
     for name, value in _list_facts(study, trial):
         console.print(f"{name:>9}  {value}")
-    _print_section(console, "parameters", _make_parameter_table(trial))
+    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
+    title = "parameters" if schedule is None else "parameters at the start"
+    _print_section(console, title, _make_parameter_table(trial))
+    if schedule is not None:
+        _print_section(console, "schedule", _make_schedule_table(schedule, study.spec.epochs))
     attempts = read_attempts(study.engine, [trial._trial_id]).get(trial._trial_id, [])
     _print_section(console, "attempts", _make_attempt_table(attempts))
     _print_section(console, "epochs", _make_epoch_table(study, trial))
@@ -92,6 +97,17 @@ def _make_parameter_table(trial: FrozenTrial) -> Table:
     table.show_header = False
     for name, value in trial.params.items():
         table.add_row(name, format_value(value))
+    return table
+
+
+def _make_schedule_table(schedule: list[dict[str, Any]], epochs: int) -> Table:
+    """Return a table with the configurations of a trial whose configuration changed, by epochs counted from 1."""
+    names = list(dict.fromkeys(name for part in schedule for name in part["params"]))
+    changed = [name for name in names if len({str(part["params"].get(name)) for part in schedule}) > 1]
+    table = plain_table("epochs", "trained by", *changed)
+    for part, end in zip(schedule, [*(part["epoch"] for part in schedule[1:]), epochs], strict=True):
+        cells = (format_value(part["params"][name]) if name in part["params"] else "" for name in changed)
+        table.add_row(f"{part['epoch'] + 1} to {end}", f"trial {part['trial']}", *cells)
     return table
 
 

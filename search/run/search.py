@@ -18,6 +18,7 @@ from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
+from hpsearch.search.pruners.pbt import PBT
 from hpsearch.search.report.headline import make_extend_options
 from hpsearch.search.report.show import format_summary, print_lines
 from hpsearch.search.run.fleet import (
@@ -125,6 +126,8 @@ def run_search(  # noqa: PLR0913 keywords
     spent = study.is_spent(begin.finished)
     if not spent or (spec.has_epoch_or_time_budget and begin.waiting):  # workers end the waiting trials
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
+    elif spec.pruner.shares_checkpoints:
+        console.print("all trials of the population have ended; start a new study with another --name")
     else:
         early_stop = study.early_stop
         again = (
@@ -143,6 +146,8 @@ def _print_begin(
     folds = "" if spec.folds is None else f" with {spec.folds} folds each"
     details = f" ({at}): {spec.budget_description} of {spec.objective}{folds}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), details))
+    if isinstance(spec.pruner, PBT):
+        console.print(f"pbt changes during the training: {', '.join(spec.pruner.parameters or ())}")
     if spec.warm_start is not None:
         console.print(f"warm start: the sampler uses the earlier trials of {', '.join(spec.warm_start)}")
     if warning := study.source_warning(objective):

@@ -120,7 +120,9 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
             check_parameters(suggested.params)
             if spec.finalists_of is not None:
                 _check_finalist(suggested, spec.finalists_of.get_trial_and_seed(claim.number)[0])
-            if given.params or spec.sampler.is_indexed_by_trial or _may_repeat(suggested, spec.sampler):
+            # In population-based training, a suggestion must not depend on the order in which trials start.
+            may_repeat = spec.sampler.is_indexed_by_trial or spec.pruner.shares_checkpoints
+            if given.params or may_repeat or _may_repeat(suggested, spec.sampler):
                 return Suggestion(config, suggested.params)
             acquire_lock()
             duplicate = _find_duplicate(storage, study._study_id, suggested)

@@ -150,9 +150,10 @@ def _check_sampler_and_pruner(spec: StudySpec) -> None:
 def _convert_to_epochs(spec: StudySpec) -> StudySpec:
     """Return the spec with the default budget in the epochs of `n_trials` full trials, if its pruner pauses trials.
 
-    With such a pruner most trials end after a few epochs, so `n_trials` trials would use a small part of the epochs.
+    With such a pruner most trials end after a few epochs, so `n_trials` trials would use a small part of the epochs. In
+    population-based training, all trials train all epochs.
     """
-    if spec.pruner.get_rung_schedule(spec.epochs) is None:
+    if spec.pruner.get_rung_schedule(spec.epochs) is None or spec.pruner.shares_checkpoints:
         return spec
     return parse_spec({**spec.model_dump(), "n_trials": MAX_TRIALS, "budget_epochs": spec.n_trials * spec.epochs})
 

@@ -36,6 +36,7 @@ SPEC_VERSION: Literal[1] = 1
 FLAG_BY_KEY = {"n_trials": "--trials", "objective": "OBJECTIVE"}
 KEY_BY_FLAG = {flag: key for key, flag in FLAG_BY_KEY.items()}
 BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
+_LIMITS = ("folds", "budget_epochs", "budget_seconds", "timeout", "min_expected_gain", "warm_start")
 FILE_ONLY_KEYS = frozenset({"version", "retry_on", "finalists_of"})
 
 MAX_TRIALS = 1_000_000  # also `n_trials` of a study that has only a budget in epochs or seconds
@@ -308,6 +309,8 @@ class StudySpec(Options):
             )
         self.pruner.check_folds(self.folds)
         self.__dict__["pruner"] = self.pruner.fit_to_epochs(self.epochs)
+        given = [get_option_name(key) for key in _LIMITS if getattr(self, key) is not None]
+        self.pruner.check_settings(n_trials=self.n_trials, sampler=self.sampler.name, given=given)
         if self.warm_start is not None:
             self._check_warm_start(self.warm_start)
         self.sampler.check_n_trials(self.n_trials)

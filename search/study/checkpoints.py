@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import shutil
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
@@ -13,7 +15,7 @@ from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL
-from hpsearch.storage.checkpoints.pointers import drop_pointers, read_ended_trials, read_pointers
+from hpsearch.storage.checkpoints.pointers import drop_pointers, find_referenced_paths, read_ended_trials, read_pointers
 from hpsearch.storage.checkpoints.store import (
     CheckpointStore,
     StoredFile,
@@ -39,7 +41,8 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
         StorageError: the URL cannot be used.
     """
     given = url or read_checkpoint_url(study) or str(home / "checkpoints")
-    return StudyCheckpoints(CheckpointStore(given), study.engine, study.study_id, folder=study.folder)
+    store, shared = CheckpointStore(given), study.spec.pruner.shares_checkpoints
+    return StudyCheckpoints(store, study.engine, study.study_id, folder=study.folder, are_shared=shared)
 
 
 def read_checkpoint_url(study: StoredStudy) -> str | None:
@@ -124,13 +127,35 @@ class StudyCheckpoints:
         engine: engine of the study's database.
         study_id: id of the study.
         folder: name of the study's folder in the store, which is unique across databases.
+        are_shared: whether trials copy checkpoints of other trials, so that a file may belong to several trials.
     """
 
-    def __init__(self, checkpoints: CheckpointStore, engine: sa.Engine, study_id: int, *, folder: str) -> None:
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        engine: sa.Engine,
+        study_id: int,
+        *,
+        folder: str,
+        are_shared: bool = False,
+    ) -> None:
         self.files = checkpoints
         self.engine = engine
         self.study_id = study_id
         self.folder = folder
+        self.are_shared = are_shared
+
+    def remove(self, paths: Collection[str]) -> None:
+        """Remove files to which no pointer refers any more, except files that another trial has copied.
+
+        Raises:
+            CheckpointStoreError: the store is unavailable.
+        """
+        kept = self._find_shared() if paths else set()
+        self.files.remove([path for path in paths if get_checkpoint_path(path) not in kept])
+
+    def _find_shared(self) -> set[str]:
+        return retrying()(find_referenced_paths, self.engine, self.study_id) if self.are_shared else set()
 
     def clean_up(self, runs: Path) -> None:
         """Remove leftover checkpoints of finished trials, for example after a crash at the end of a trial.
@@ -160,13 +185,14 @@ class StudyCheckpoints:
         local = [path for name in _RESUME_FILES for path in runs.glob(f"*/{name}")]
         numbers = {_parse_number(path) for path in [*found, *map(str, local)]}
         ended = retrying()(read_ended_trials, self.engine, self.study_id, numbers) if numbers else {}
+        shared = self._find_shared()
         return (
             {
                 path: size
                 for path, size in found.items()
                 if (number := _parse_number(path)) in ended
                 and ".pt" in PurePosixPath(path).suffixes
-                and get_checkpoint_path(path) not in ended[number]
+                and get_checkpoint_path(path) not in ended[number] | shared
             },
             {path: size for path in local if _parse_number(str(path)) in ended and (size := _size(path)) is not None},
         )
@@ -174,10 +200,12 @@ class StudyCheckpoints:
     def read_trial_files(self, trial_id: int, number: int) -> dict[int, StoredFile]:
         """Return the valid checkpoints of a trial as :func:`read_pointers` does.
 
-        Every worker's database role can write pointers: those to files outside the trial's folder are left out.
+        Every worker's database role can write pointers: those to files outside the trial's folder, or with shared
+        checkpoints outside the study's folders of trials, are left out.
         """
-        pointers, own = retrying()(read_pointers, self.engine, trial_id), f"{self.folder}/{number:04d}/"
-        return {e: f for e, f in pointers.items() if f.path.startswith(own) and is_checkpoint_path(f.path)}
+        pointers = retrying()(read_pointers, self.engine, trial_id)
+        pattern = rf"{re.escape(self.folder)}/{r'[0-9]{4,}' if self.are_shared else f'{number:04d}'}/[^/]+"
+        return {e: f for e, f in pointers.items() if re.fullmatch(pattern, f.path) and is_checkpoint_path(f.path)}
 
     def delete_trial(self, number: int) -> None:
         """Delete the stored checkpoints of a COMPLETE or PRUNED trial whose data is completely in MLflow.
@@ -185,8 +213,12 @@ class StudyCheckpoints:
         The pointers to the files in the database are deleted last, so that a cleanup after a crash can still find the
         files.
         """
+        folder = f"{self.folder}/{number:04d}"
         try:
-            self.files.remove_folder(f"{self.folder}/{number:04d}")
+            if self.are_shared:
+                self.remove(self.files.find(folder))
+            else:
+                self.files.remove_folder(folder)
         except CheckpointStoreError as error:
             log.warning("trial %d: checkpoints not removed: %s", number, error)
             return

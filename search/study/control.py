@@ -121,6 +121,11 @@ def extend_study(
         again = format_command("finalists", of.study, "--new-set")
         instead = f"; select other finalists with {again}" if of.refit is None else ""
         raise SearchError(f"study {study.spec.name!r} holds {of.description} and cannot be extended{instead}")
+    if study.spec.pruner.shares_checkpoints:
+        raise SearchError(
+            f"study {study.spec.name!r} cannot be extended, because --pruner pbt has a fixed population; create a new "
+            "study"
+        )
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         limit = "; it has too many digits" if re.fullmatch(r"\+?[0-9]{13,}", more) else ""
         raise SearchError(

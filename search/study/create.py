@@ -34,6 +34,7 @@ from hpsearch.search.spec.spec import StudySpec, parse_parent_name
 from hpsearch.search.study.checkpoints import store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
+from hpsearch.search.study.population import fit_population
 from hpsearch.search.study.preflight import inspect_objective, name_setting_of_metric
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, set_metrics
 from hpsearch.search.study.trust import read_code
@@ -174,7 +175,8 @@ def create_or_join(
                 "--budget-epochs, or lower --epochs"
             )
         check(spec)
-        return spec, inspect(objective, spec)
+        inspected = inspect(objective, spec)
+        return fit_population(spec, objective), inspected
 
     def create_or_join_once() -> tuple[StoredStudy, bool]:
         with name_lock(storage.engine, name) as lock:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.storage.attributes import VIOLATIONS
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, VIOLATIONS
 from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.fronts import to_losses
 
@@ -43,6 +44,12 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
         maximize: whether higher is better.
     """
     return number in sort_best_first({**others, number: value}, maximize=maximize)[:top]
+
+
+def get_last_params(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the parameters of a trial's last epoch, which population-based training may have changed."""
+    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
+    return dict(trial.params if schedule is None else schedule[-1]["params"])
 
 
 def get_first_value(trial: FrozenTrial) -> float | None:

@@ -13,6 +13,7 @@ from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.ranking import find_pareto_front, is_feasible
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import FOLDS_ERROR, INFEASIBLE, RUNG, TRACKING, VIOLATIONS
+from hpsearch.storage.rungs.generations import read_generations
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
 
@@ -69,9 +70,14 @@ def compute_run_seconds(study: StoredStudy, trials: Sequence[FrozenTrial]) -> di
 
 
 def format_rungs(study: StoredStudy) -> list[str]:
-    """Return one line per rung that a trial has reached; an empty list if the study has no rungs."""
+    """Return one line per rung that a trial has reached; with the pruner `pbt`, one line on the generations."""
     if (rungs := make_rungs(study.spec)) is None:
         return []
+    if rungs.decide is not None:
+        found = read_generations(study.engine, study.study_id)
+        ended, copied = len({each.generation for each in found}), sum(each.parent is not None for each in found)
+        total = pluralize(len(rungs.epochs), "generation")
+        return [f"{ended} of {total} ended; {'1 copy' if copied == 1 else f'{copied} copies'}"]
     lines = []
     for at in read_rung_counts(study.engine, study.study_id):
         epochs = pluralize(rungs.epochs[at.rung], "epoch")

@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.objectives.errors import ObjectiveError, format_traceback, get_message
+from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError
@@ -29,6 +31,7 @@ from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.trial_session import TrialSession, measure_violations
 from hpsearch.storage.attributes import (
+    CONFIG_SCHEDULE,
     FOLDS_ERROR,
     INFEASIBLE,
     PRUNING,
@@ -151,6 +154,10 @@ class Attempt:
             refit=spec.refit,
             folds=spec.folds,
         )
+        schedule = context.storage.get_trial(self._claim.trial_id).user_attrs.get(CONFIG_SCHEDULE)
+        if schedule is not None:
+            configs = {part["epoch"]: context.objective.configure(FixedTrial(part["params"])) for part in schedule}
+            config, plan = configs[0], replace(plan, config_by_epoch=configs)
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
         pid = os.getpid()
         try:

@@ -183,7 +183,7 @@ class TrialCheckpoints:
             known = {stored.path for stored in self._known.values()}
             self._parts = {file: [p for p in found if p != file and get_checkpoint_path(p) == file] for file in known}
             left = [p for p in found if get_checkpoint_path(p) not in known]
-            self._study.files.remove([p for p in left if _parse_attempt(p) <= self._claim.attempt])
+            self._study.remove([p for p in left if _parse_attempt(p) <= self._claim.attempt])
         except CheckpointStoreError as error:
             log.warning("trial %d: files of earlier attempts not removed: %s", self._claim.number, error)
 
@@ -210,7 +210,7 @@ class TrialCheckpoints:
 
     def _remove(self, paths: list[str]) -> None:
         try:
-            self._study.files.remove(paths)
+            self._study.remove(paths)
         except CheckpointStoreError as error:
             log.warning("trial %d: superseded checkpoint not removed: %s", self._claim.number, error)
 

@@ -131,8 +131,9 @@ class TrialSession:
         if not reported.is_counted:
             return Verdict.PAUSE.with_reason(BUDGET_EXHAUSTED)  # also after the last epoch, which was not written
         # Epochs before a crash are logged again, because the other machine may not have sent them; MLflow removes
-        # duplicates.
-        self._log_epoch(record.epoch, record.timestamp, record.metrics)
+        # duplicates. The epochs of a copied checkpoint have other values than those that this trial has reported.
+        if not spec.pruner.shares_checkpoints or self.curve.values[record.epoch] == metrics[spec.metric]:
+            self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = reported.is_stopped or self._context.is_stopping()
         if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
@@ -144,7 +145,7 @@ class TrialSession:
             decision = self._context.pruner(trial, self.curve.values, reported=metrics, objective_values=objectives)
             if decision.prune:
                 return Verdict.PRUNE.with_reason(decision)
-            rank = self._report_rung(record.epoch, best)
+            rank = self._report_rung(record.epoch, metrics if spec.pruner.shares_checkpoints else best)
             if rank is not None and not rank.is_promoted:
                 return Verdict.PAUSE.with_reason(rank)
             if not reported.has_budget:
@@ -165,7 +166,7 @@ class TrialSession:
             raise ObjectiveError(f"metric {missing} is not reported{hint}") from None
 
     def _report_rung(self, epoch: int, best: Mapping[str, float]) -> RungRank | None:
-        """If `epoch` is a rung, report the metrics of the best epoch and return the trial's rank; else return None."""
+        """If `epoch` is a rung, report the metrics `best` and return the trial's rank; else return None."""
         rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
             return None

@@ -30,6 +30,42 @@ def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, StoredFile]:
     return {row.epoch: StoredFile(row.path, row.sha256, row.size) for row in rows}
 
 
+def copy_pointers(connection: sa.Connection, *, child: int, parent: int) -> None:
+    """Replace the checkpoints of a waiting trial by those of another waiting trial; both then refer to the same files.
+
+    A file is deleted when no trial refers to it any more (`find_referenced_paths`).
+
+    Args:
+        connection: connection in a transaction.
+        child: id of the trial that continues from the copied checkpoints.
+        parent: id of the trial whose checkpoints are copied.
+    """
+    import sqlalchemy as sa
+
+    connection.execute(sa.text("DELETE FROM hpsearch_checkpoints WHERE trial_id = :child"), {"child": child})
+    statement = sa.text("""
+        INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
+        SELECT :child, epoch, attempt, path, sha256, size FROM hpsearch_checkpoints WHERE trial_id = :parent
+    """)
+    connection.execute(statement, {"child": child, "parent": parent})
+
+
+def find_referenced_paths(engine: sa.Engine, study_id: int) -> set[str]:
+    """Return the paths of the files to which any trial of a study refers, unless it is COMPLETE or PRUNED.
+
+    A trial only gets a reference from another trial, so a path without a reference never gets one again. Therefore a
+    file can be deleted after this query without a lock.
+    """
+    import sqlalchemy as sa
+
+    statement = sa.text(f"""
+        SELECT DISTINCT c.path FROM hpsearch_checkpoints c JOIN trials t USING (trial_id)
+         WHERE t.study_id = :study AND (t.state NOT IN ('COMPLETE', 'PRUNED') OR {_IS_UPLOADING})
+    """)  # noqa: S608 the part is a constant
+    with engine.connect() as connection:
+        return set(connection.execute(statement, {"study": study_id, **_PARAMETERS}).scalars())
+
+
 # A trial whose model MLflow has not received yet. If the machine with the model does not return, another machine
 # builds the model again from the checkpoint. CASE guarantees the order of evaluation: other attributes may contain NaN
 # or damaged JSON, which Postgres rejects.

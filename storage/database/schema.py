@@ -9,7 +9,7 @@ OPTUNA_REVISION = "v3.2.0.a"
 ALEMBIC_TABLE = "alembic_version"
 
 # Head of the migrations in storage/database/migrations, and the table with the current revision.
-REVISION = "0013"
+REVISION = "0014"
 VERSION_TABLE = "hpsearch_alembic_version"
 REVISION_TABLES = (ALEMBIC_TABLE, VERSION_TABLE)
 OPTUNA_VERSION_TABLE = "version_info"  # the version of Optuna that created the tables
@@ -49,6 +49,7 @@ OWN_TABLES = (
     "hpsearch_rung_cuts",
     "hpsearch_spending",
     "hpsearch_epoch_values",
+    "hpsearch_generations",
 )
 
 # Ids of all studies, also of deleted ones; workers cannot use it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class Rungs:
         min_complete: minimum number of trials that train to completion.
         maximize_each: per objective of a multi-objective study, whether higher values are better; empty in a
             single-objective study.
+        decide: for population-based training, the function that decides at the end of each generation, for which the
+            other rules do not apply; None for other pruners.
     """
 
     pruner: str
@@ -34,6 +36,7 @@ class Rungs:
     maximize: bool
     min_complete: int = 1
     maximize_each: tuple[bool, ...] = ()
+    decide: Callable[[int, Sequence[Any]], Sequence[Any]] | None = None
 
     def to_loss(self, value: float) -> float:
         """Return a value as a loss, for which lower is better."""
@@ -246,9 +249,10 @@ def find_next_to_complete(
     return None if row is None else (row.trial_id, row.rung)
 
 
-def record_promotion(connection: sa.Connection, trial_id: int, rung: int) -> None:
-    """Record that a trial is promoted at a rung; the time of an earlier record is kept."""
-    connection.execute(_UPDATE_PROMOTED, {"trial": trial_id, "rung": rung})
+def record_promotion(connection: sa.Connection, trial_id: int, rung: int | None) -> None:
+    """Record that a trial is promoted at a rung, unless `rung` is None; the time of an earlier record is kept."""
+    if rung is not None:
+        connection.execute(_UPDATE_PROMOTED, {"trial": trial_id, "rung": rung})
 
 
 def find_next_to_prune(

@@ -19,6 +19,13 @@ from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.rungs.generations import (
+    decide_generation,
+    find_next_member,
+    has_paused_members,
+    read_member_rank,
+    record_member_value,
+)
 from hpsearch.storage.rungs.last_phase import has_budget_to_continue, plan_next_step
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,
@@ -143,7 +150,10 @@ class Claims:
             if row.running == 0:
                 return self._prune_cut(connection, trial_id, spending)
             trial_id = None  # the running trials may not use the whole rest of the budget
-        if trial_id is None and self._rungs is not None:
+        if trial_id is None and self._rungs is not None and self._rungs.decide is not None:
+            is_ended = not may_open and row.running == 0
+            trial_id, rung = self._find_member(connection, self._rungs, is_ended=is_ended) or (None, None)
+        elif trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
             if open_new and room:
                 steps = {
@@ -163,13 +173,20 @@ class Claims:
             taken = connection.execute(claim_sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
             if taken is None:  # another program has just changed the state of the trial
                 return self._take(connection, claim_id, open_new=open_new)
-            if rung is not None:
-                record_promotion(connection, trial_id, rung)
+            record_promotion(connection, trial_id, rung)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
             new = connection.execute(claim_sql.CLAIM_NEW_TRIAL, arguments).one()
             return Claim(new.trial_id, new.number, 1)
         return NoTrialAvailable(row.running)
+
+    def _find_member(self, connection: sa.Connection, rungs: Rungs, *, is_ended: bool) -> tuple[int, int] | None:
+        """Return the next member of the population to continue; if a generation has ended, first decide on it."""
+        found = find_next_member(connection, self._study_id)
+        if found is None and is_ended and rungs.decide is not None:
+            decide_generation(connection, self._study_id, rungs.epochs, rungs.decide)
+            found = find_next_member(connection, self._study_id)
+        return found
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
@@ -223,7 +240,12 @@ class Claims:
                 return False
             row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
             # A trial that waits at a rung must be promoted or pruned.
-            at_rung = self._rungs and find_next_to_prune(connection, self._study_id, self._rungs, n_trials=0, over=True)
+            if (rungs := self._rungs) is None:
+                at_rung = False
+            elif rungs.decide is None:
+                at_rung = find_next_to_prune(connection, self._study_id, rungs, n_trials=0, over=True) is not None
+            else:
+                at_rung = has_paused_members(connection, self._study_id)
             spending = self._spending(connection)
         room = spending is None or spending.has_budget_for_epoch(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
@@ -333,7 +355,7 @@ class Claims:
             claim: claim of the trial.
             rung: the reached rung, from 0.
             value: best value up to the rung, not NaN; in a multi-objective study, the values of all objectives at the
-                best epoch.
+                best epoch; in population-based training, the last value.
             system: system attributes to set if the trial is paused.
 
         Raises:
@@ -349,13 +371,21 @@ class Claims:
             if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
                 # The first try may have paused the trial, and its reply was lost.
                 if repeated and has_ended_as(*place, Outcome.PAUSED.value):
-                    return replace(read_rung_rank(connection, claim.trial_id, rung), is_promoted=False)
+                    read_rank = read_rung_rank if rungs.decide is None else read_member_rank
+                    return replace(read_rank(connection, claim.trial_id, rung), is_promoted=False)
                 return None
-            at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
-            record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
-            at = read_rung_rank(connection, claim.trial_id, rung)
-            if at.is_promoted and not self._has_budget_to_continue(
-                connection, rungs, claim.trial_id, rung, study.n_trials
+            if rungs.decide is not None:
+                assert isinstance(value, float)
+                loss = rungs.to_loss(value)
+                at = record_member_value(connection, self._study_id, claim.trial_id, generation=rung, loss=loss)
+            else:
+                at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
+                record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+                at = read_rung_rank(connection, claim.trial_id, rung)
+            if (
+                at.is_promoted
+                and rungs.decide is None
+                and not self._has_budget_to_continue(connection, rungs, claim.trial_id, rung, study.n_trials)
             ):
                 at = replace(at, is_promoted=False)
             if at.is_promoted:

@@ -14,8 +14,10 @@ from optuna.trial import TrialState
 from hpsearch import promotable
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.worker import checkpoints
+from hpsearch.storage.checkpoints.pointers import copy_pointers, find_referenced_paths
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.trials.finishing import Outcome
 from tests.faults.harness import Zygote
 from tests.search.worker.checkpointed import Study, state_after
 
@@ -249,3 +251,29 @@ def test_the_best_checkpoint_has_everything_for_a_promotion(folder_study: Study)
     second = folder_study.attempt(2, machine="b")
     second.restore()
     assert checkpoint.read(second.local.best_path).keys() == promotable(state_after(1)).keys()
+
+
+def test_files_that_another_trial_has_copied_stay_until_that_trial_needs_them_no_more(
+    folder_study: Study, tmp_path: Path
+) -> None:
+    study = folder_study
+    study.checkpoints.are_shared = True
+    study.attempt(1).epochs(0, 1)
+    copied = ["0000/0000-1.pt", "0000/0001-1.pt"]
+    child = study.storage.create_new_trial(study.study_id)
+    with study.engine.begin() as connection:
+        copy_pointers(connection, child=child, parent=study.trial_id)
+    assert {f"s-1-abcd/{path}" for path in copied} == find_referenced_paths(study.engine, study.study_id)
+    assert sorted(study.checkpoints.read_trial_files(child, 1)) == [0, 1]
+    parent = study.attempt(2)
+    assert parent.restore() == 1
+    parent.epochs(2, 3, 4)
+    own = ["0000/0003-2.pt", "0000/0004-2.pt"]
+    assert study.files() == [*copied, *own], "the parent has other checkpoints, but the child needs these"
+    study.claims.finish_attempt(parent.claim, Outcome.COMPLETE, value=0.5)
+    assert study.checkpoints.find_leftovers(tmp_path)[0].keys() == {f"s-1-abcd/{path}" for path in own}
+    parent.kept.delete()
+    assert study.files() == copied
+    study.storage.set_trial_state_values(child, TrialState.COMPLETE, [0.5])
+    study.checkpoints.clean_up(tmp_path)
+    assert study.files() == []
