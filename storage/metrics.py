@@ -73,8 +73,9 @@ _EPOCHS = """
 
 _ATTEMPTS = f"""
     SELECT s.study_name,
-           CASE WHEN outcome = 'lost' AND loss_weight = {LOSS_WEIGHT_AT_START} THEN 'lost_at_start' ELSE outcome END,
-           count(*)
+           replace(outcome, 'lost', coalesce(replace(loss_cause, ' ', '_'), 'lost')) ||
+           CASE WHEN outcome IN ('lost', 'released') AND loss_weight = {LOSS_WEIGHT_AT_START} THEN '_at_start' ELSE ''
+           END, count(*)
       FROM hpsearch_attempts a JOIN trials t USING (trial_id) JOIN studies s USING (study_id)
      WHERE a.outcome IS NOT NULL GROUP BY 1, 2
 """  # noqa: S608 the part is a constant

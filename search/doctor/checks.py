@@ -22,7 +22,7 @@ from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.cores_and_gpus import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.search.study.trust import check_source, find_distrust
-from hpsearch.storage.attributes import STOPPED, VERSION
+from hpsearch.storage.attributes import STOPPED, VERSION, WANTED_WORKERS
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.home import HOME_VARIABLE
@@ -30,6 +30,7 @@ from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server, describe_error, read_server_version
 from hpsearch.storage.trials.history import read_progress
+from hpsearch.storage.trials.worker_registry import read_loss_counts, read_workers
 from hpsearch.storage.urls import redact_password
 
 Status = Literal["ok", "warning", "failed", "skipped"]
@@ -280,6 +281,18 @@ def _check_study(study: StoredStudy) -> Finding:
     return Finding("ok", f"{text}; its budget is spent" if at.finished_fraction >= 1 else text)
 
 
+def _check_workers(study: StoredStudy) -> Finding:
+    wanted = study.attrs.get(WANTED_WORKERS)
+    active = sum(worker.state in {"running", "idle"} for worker in read_workers(study.engine, study.study_id))
+    losses = ", ".join(f"{count} {kind}" for kind, count in read_loss_counts(study.engine, study.study_id).items())
+    text = f"{active}{f' of {wanted} wanted' if wanted else ''} workers are active{losses and f'; attempts: {losses}'}"
+    at = read_progress(study.engine, study.study_id, study.spec.direction)
+    if isinstance(wanted, int) and active < wanted and not at.is_done:
+        size = format_command("fleet", "size", study.spec.name)
+        return Finding("warning", text, f"start workers, or store the number that you want with '{size} N'")
+    return Finding("ok", text)
+
+
 def _check_release(study: StoredStudy) -> Finding:
     check_release(study)
     made = study.attrs.get(VERSION)
@@ -311,6 +324,7 @@ def _check_source(study: StoredStudy) -> Finding:
 # The study is read only if the check `rights` has passed.
 STUDY_CHECKS: Checks = (
     ("study", _check_study, "rights"),
+    ("workers", _check_workers, "study"),
     ("release", _check_release, "study"),
     ("objective", _check_objective, "study"),
     ("source", _check_source, "objective"),

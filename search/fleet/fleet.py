@@ -6,10 +6,12 @@ import functools
 import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +29,17 @@ from hpsearch.search.process import (
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.files import lock_file, read_last_lines
+from hpsearch.storage.trials.lost_attempts import LossCause
+from hpsearch.storage.trials.process_identity import make_process_name
 
-MAX_DEATHS = 5  # consecutive deaths, without a finished trial in between, after which a worker is not restarted
+MAX_DEATHS = 5  # consecutive deaths, without progress of the study in between, after which a worker is not restarted
 _MAX_RESTART_DELAY_SECONDS = 30.0
 _KILL_MARGIN_SECONDS = 5.0  # after the grace period, in which a worker that works has exited
 _EXIT_SECONDS = 30.0  # for the exit of workers after the budget is spent
 _OUTAGE_GRACE_SECONDS = 5.0  # period after an outage in which a worker's exit is still attributed to the outage
+_OOM_SECONDS = 10.0  # from an OOM kill to the end of the process, whose memory the kernel frees first
+
+_OTHERS_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # sent by other processes
 
 
 @dataclass
@@ -42,7 +49,8 @@ class WorkerSlot:
     index: int
     log: Path
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
-    deaths: int = 0
+    process_name: str = ""
+    deaths: float = 0.0  # a death by a signal of another process counts in part
     restart_at: float = 0.0
     is_stop_requested: bool = False
     exit_code: int | None = None  # set when the worker is not restarted
@@ -88,6 +96,7 @@ class Fleet:
         log_dir: folder of the workers' logs.
         gpus: CUDA devices to assign to the workers; if empty, no GPU is assigned.
         failed_at_start: number of failed trials of the study at the start of the fleet.
+        on_loss: called with the name and the cause if the process of a worker with one device has not ended by itself.
     """
 
     def __init__(
@@ -99,6 +108,7 @@ class Fleet:
         log_dir: Path,
         gpus: list[str],
         failed_at_start: int = 0,
+        on_loss: Callable[[str, LossCause], None] = lambda *_: None,
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._locks = ExitStack()
@@ -114,8 +124,11 @@ class Fleet:
         self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
         self._is_stopping = False
         self._kill_at = self._done_at = math.inf
-        self._finished_trials = 0
+        self._progress = 0
         self._outage_until = 0.0
+        self._on_loss = on_loss
+        self._oom_kills = _count_oom_kills()
+        self._oom_kill_times = list[float]()  # of OOM kills to which no death of a worker was attributed
 
     def _lock_log(self, log: Path) -> bool:
         """Lock a log file for this fleet; return False if another fleet of the study holds the lock."""
@@ -141,6 +154,7 @@ class Fleet:
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(assign_gpus(slot.index, self._gpus, self._options.devices))
         slot.process = self._fork(environment, slot.log) or _start_interpreter(self._command, environment, slot.log)
+        slot.process_name = make_process_name(slot.process.pid)
         slot.pids.append(slot.process.pid)
 
     def _fork(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
@@ -154,13 +168,13 @@ class Fleet:
                 self._can_fork = False
         return None
 
-    def poll(self, with_result: int, *, is_outage: bool = False, is_done: bool = False) -> bool:
+    def poll(self, progress: int, *, is_outage: bool = False, is_done: bool = False) -> bool:
         """Restart the workers that died, except those that died too often.
 
         Args:
-            with_result: number of COMPLETE and PRUNED trials of the study. When it increases, the counts of deaths are
-                reset. FAIL trials do not count: an objective that kills its process fails every trial, and would spend
-                the whole budget before the fleet gives up.
+            progress: number of reported epochs, and of COMPLETE and PRUNED trials, of the study. When it increases, the
+                counts of deaths are reset. FAIL trials do not count: an objective that kills its process fails every
+                trial, and would spend the whole budget before the fleet gives up.
             is_outage: whether the database is unavailable. The exit of a worker during an outage does not count as a
                 death; the worker restarts when the database is available again.
             is_done: whether the budget is spent and no trial is running. Workers that do not exit then, for example
@@ -172,8 +186,8 @@ class Fleet:
         if is_outage:
             self._outage_until = time.monotonic() + _OUTAGE_GRACE_SECONDS
         is_outage = time.monotonic() < self._outage_until
-        if with_result > self._finished_trials:
-            self._finished_trials = with_result
+        if progress > self._progress:
+            self._progress = progress
             for slot in self.slots:
                 slot.deaths = 0
         self._done_at = min(self._done_at, time.monotonic()) if is_done else math.inf
@@ -181,6 +195,7 @@ class Fleet:
             self.stop()
         if time.monotonic() >= self._kill_at:
             self.stop(kill=True)
+        self._watch_oom_kills()
         for slot in self.slots:
             if slot.process is not None and (code := slot.process.poll()) is not None:
                 self._record_exit(slot, code, is_outage=is_outage)
@@ -190,18 +205,36 @@ class Fleet:
 
     def _record_exit(self, slot: WorkerSlot, code: int, *, is_outage: bool) -> None:
         slot.process = None
-        own_codes = {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}
-        if code in own_codes and not slot.has_reported(code) and not self._is_stopping:
+        if (cause := self._find_loss_cause(slot, code)) is not None:
+            self._on_loss(slot.process_name, cause)
+        if cause is LossCause.CRASHED and code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}:
             with suppress(OSError), slot.log.open("a") as log:  # its folder may be deleted
                 log.write(f"hpsearch: code of the objective ended the worker's process with exit code {code}\n")
             code = EXIT_UNAVAILABLE
         slot.exit_file.unlink(missing_ok=True)
         is_final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not is_outage)
-        slot.deaths += not is_final and not is_outage
+        if not (is_final or is_outage):
+            slot.deaths += 1 if cause is None else cause.weight
         if is_final or self._is_stopping or slot.deaths >= MAX_DEATHS:
             slot.exit_code = code
         else:
             slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _MAX_RESTART_DELAY_SECONDS)
+
+    def _find_loss_cause(self, slot: WorkerSlot, code: int) -> LossCause | None:
+        """Return why the process of a worker ended; None if the worker itself exited."""
+        if code in _OTHERS_SIGNALS:
+            self._watch_oom_kills()
+            if code == -signal.SIGKILL and self._oom_kill_times:
+                self._oom_kill_times.pop()
+                return LossCause.OUT_OF_MEMORY
+            return LossCause.KILLED
+        has_exited = code == EXIT_UNAVAILABLE or self._is_stopping or slot.has_reported(code)
+        return LossCause.CRASHED if code < 0 or not has_exited else None
+
+    def _watch_oom_kills(self) -> None:
+        now, before, self._oom_kills = time.monotonic(), self._oom_kills, _count_oom_kills()
+        self._oom_kill_times = [at for at in self._oom_kill_times if now - at < _OOM_SECONDS]
+        self._oom_kill_times += [now] * (self._oom_kills - before)
 
     def stop(self, *, kill: bool = False, within: float | None = None) -> None:
         """Send SIGTERM to the workers, so that they save a checkpoint and exit. `poll` kills those that do not exit.
@@ -228,6 +261,15 @@ class Fleet:
             for slot in self.slots
             if slot.state == "failed"
         )
+
+
+def _count_oom_kills() -> int:
+    """Return how many processes the kernel's OOM killer has ended since boot, in all cgroups; 0 if unknown."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:  # no Linux, or a sandbox
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _start_interpreter(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -24,7 +24,14 @@ from hpsearch.search.study.summary import format_seconds
 from hpsearch.storage.attributes import STOPPED, WANTED_WORKERS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
-from hpsearch.storage.trials.worker_registry import AttemptEnd, WorkerRow, read_attempt_ends, read_workers
+from hpsearch.storage.trials.lost_attempts import LossCause
+from hpsearch.storage.trials.worker_registry import (
+    AttemptEnd,
+    WorkerRow,
+    read_attempt_ends,
+    read_loss_counts,
+    read_workers,
+)
 
 _ETA_ENDS = 20  # number of ended trials from which the rate for the ETA is computed
 
@@ -39,6 +46,7 @@ class StudyStatus:
         progress: counts, best trial and running trials.
         workers: all registered workers, active ones first.
         wanted_workers: number of workers that the study should have; 0 if unknown.
+        losses: number of attempts without a result, by outcome or cause of the loss.
         events: the attempts that ended last, newest first.
         trial_counts: number of trials that reached an epoch, by epoch.
         eta: estimated seconds until the budget is spent; None while too few trials have ended.
@@ -61,6 +69,7 @@ class StudyStatus:
     directions: dict[str, Direction] | None = None
     front: list[dict[str, Any]] | None = None
     wanted_workers: int = 0
+    losses: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the status as JSON, with times as ISO 8601 and non-finite numbers as null."""
@@ -88,6 +97,7 @@ def read_status(study: StoredStudy) -> StudyStatus:
         directions=spec.directions,
         front=_list_front(study) if spec.is_multi_objective else None,
         wanted_workers=wanted if isinstance(wanted := study.attrs.get(WANTED_WORKERS), int) else 0,
+        losses=read_loss_counts(study.engine, study.study_id),
     )
 
 
@@ -133,6 +143,7 @@ def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime)
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _LABELS = {"left": "exited"}  # words that differ from the state
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
+_OUTCOMES |= {cause.value: "red" for cause in LossCause}
 _TALL_HEIGHT = 30  # in lines; a lower view shows fewer trials
 _RESERVED_LINES = 12  # number of lines above and between the tables
 _NARROW_COLUMNS = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
@@ -241,17 +252,19 @@ def render_status(
         *render_progress(status.study, details, status.progress, lines),
         *(() if best is None or not best.row_count else ("", best)),
         "",
-        _format_workers(active, status.wanted_workers, len(status.workers) - active),
+        _format_workers(active, len(status.workers) - active, status),
         _make_worker_table(status, shown, (*_NARROW_COLUMNS, *(("engine", "device") if width >= _WIDE_WIDTH else ()))),
         "",
         make_event_table(status.events[: max(room - shown, 3)], status.at, width),
     )
 
 
-def _format_workers(active: int, wanted: int, ended: int) -> Text:
-    of_wanted = f" of {wanted} wanted" if wanted else ""
+def _format_workers(active: int, ended: int, status: StudyStatus) -> Text:
+    of_wanted = f" of {wanted} wanted" if (wanted := status.wanted_workers) else ""
+    losses = ", ".join(f"{count} {kind}" for kind, count in status.losses.items())
     return Text(
-        f"{active}{of_wanted} active workers, {ended} exited or lost", style="red" if active < wanted else "dim"
+        f"{active}{of_wanted} active workers, {ended} exited or lost{losses and f'; attempts: {losses}'}",
+        style="red" if active < wanted else "dim",
     )
 
 

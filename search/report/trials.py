@@ -19,6 +19,7 @@ from hpsearch.search.study.summary import compute_run_seconds, format_seconds, f
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL, RUNG
 from hpsearch.storage.display import find_link
 from hpsearch.storage.trials.history import AttemptRecord, RunInterval, read_attempts, read_run_intervals
+from hpsearch.storage.trials.lost_attempts import LossCause
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 PARAMETER_PREFIX = "params_"  # of columns, as in `optuna.Study.trials_dataframe`
@@ -220,6 +221,7 @@ def _spread_epochs(times: list[tuple[float, float]], steps: Sequence[int]) -> It
 
 # Outcomes of an attempt after which the trial waits.
 _OUTCOMES = {"released": "was released by its worker", "lost": "lost its worker", "failed": "failed"}
+_OUTCOMES |= {cause.value: f"lost its worker ({cause.value})" for cause in LossCause}
 
 
 def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState
 from rich.console import Console
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
@@ -37,6 +37,7 @@ from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from hpsearch.storage.mlflow.client import RunDeletedError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
+from hpsearch.storage.trials.lost_attempts import LossCause, record_loss_cause
 
 _SUPERVISION_SECONDS = 5.0  # interval between two checks; a check takes about 30 ms
 
@@ -138,12 +139,17 @@ def run_fleet(
     logs = services.home / "logs" / study.folder  # a deleted study of the same name has another folder
     failed = len(study.trials(TrialState.FAIL))
     name, gpus = study.spec.name, visible_gpus()
-    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed)
+    engine = study.engine
+
+    def record_loss(process: str, cause: LossCause) -> None:
+        with suppress(SQLAlchemyError):  # without the database, the loss counts in full
+            record_loss_cause(engine, process, cause)
+
+    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed, on_loss=record_loss)
     others = (
         f", first log: {fleet.slots[0].log.name}; another run writes the earlier logs" if fleet.slots[0].index else ""
     )
     console.print(f"worker logs: {logs}{others}")
-    engine = study.engine
     has_printed_stop = False
     progress, is_outage = Progress(study.spec.n_trials), False
 
@@ -159,7 +165,9 @@ def run_fleet(
         try:
             fleet.start()
             with register_search(logs), supervisor as is_down, LiveView(console, study.spec, fleet, study) as view:
-                while fleet.poll(progress.trials_with_result, is_outage=is_outage, is_done=progress.is_done):
+                while fleet.poll(
+                    progress.epochs + progress.trials_with_result, is_outage=is_outage, is_done=progress.is_done
+                ):
                     progress, is_outage = poll_progress()
                     view.update(progress, is_outage=is_outage)
                     if is_down is not None and is_down.is_set():

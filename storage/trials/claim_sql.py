@@ -36,7 +36,7 @@ LOSS_WEIGHT_AT_START, LOSS_WEIGHT_IN_TRAINING = 0.1, 0.25
 # count, and an epoch that kills every worker gets no extra tries for the epochs before it.
 _COUNT_FAILURES = f"""
     SELECT floor(coalesce(sum(CASE b.outcome WHEN 'failed' THEN 1 ELSE b.loss_weight END), 0))::int
-           AS failures, count(*) AS attempts
+           AS failures, count(*) AS attempts, string_agg(DISTINCT b.loss_cause, ', ') AS causes
       FROM hpsearch_attempts b
      WHERE b.trial_id = {{trial}} AND (b.outcome IN ('lost', 'failed') {{also}})
        AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
@@ -60,7 +60,7 @@ SELECT_LIVE_ATTEMPTS = sa.text(f"""
 # include the live attempt.
 SELECT_SUSPECT_ATTEMPTS = sa.text(f"""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_IS_EXPIRED} AS expired,
-           counted.failures, counted.attempts
+           counted.failures, counted.attempts, counted.causes
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
       CROSS JOIN LATERAL ({_COUNT_FAILURES.format(trial="a.trial_id", also="OR b.attempt = a.attempt")}) counted
      WHERE t.study_id = :study AND a.ended_at IS NULL AND ({_IS_EXPIRED} OR starts_with(a.process, :machine))
@@ -133,6 +133,15 @@ SET_LEASE = sa.text("""
            loss_weight = CASE WHEN :lease < 0 THEN 1 ELSE loss_weight END  -- 1: the worker gave the attempt up
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
+
+# The attempt is live, or another worker of the machine has already ended it as lost.
+SET_LOSS_CAUSE = sa.text("""
+    UPDATE hpsearch_attempts SET loss_cause = :cause, loss_weight = :weight
+     WHERE process = :process AND (ended_at IS NULL OR outcome = 'lost')
+""")
+
+# For users: a loss of known cause has the name of the cause, also before ", retried".
+OUTCOME_OR_CAUSE = "replace(a.outcome, 'lost', coalesce(a.loss_cause, 'lost'))"
 
 SET_LOSS_WEIGHT = sa.text("""
     UPDATE hpsearch_attempts SET loss_weight = :weight

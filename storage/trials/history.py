@@ -13,6 +13,7 @@ from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, INFEASIB
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.budget import Spending, format_progress
+from hpsearch.storage.trials.claim_sql import OUTCOME_OR_CAUSE
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class AttemptRecord:
         number: number of the attempt, from 1.
         worker: name of the worker.
         started_at, ended_at: times by the database's clock; `ended_at` is None while the attempt is live.
-        outcome: value of the attempt's `Outcome`; None while the attempt is live.
+        outcome: value of the attempt's `Outcome`, or the cause of its loss; None while the attempt is live.
         device: device of the worker, such as "2 x cuda"; None if the worker is not registered.
     """
 
@@ -43,13 +44,13 @@ class AttemptRecord:
 DEVICE_COUNT_SEPARATOR = " x "  # in "2 x cuda"
 
 
-_ATTEMPTS = sa.text("""
-    SELECT a.trial_id, a.attempt AS number, a.worker, a.started_at, a.ended_at, a.outcome,
+_ATTEMPTS = sa.text(f"""
+    SELECT a.trial_id, a.attempt AS number, a.worker, a.started_at, a.ended_at, {OUTCOME_OR_CAUSE} AS outcome,
            (SELECT w.device FROM hpsearch_workers w WHERE w.study_id = t.study_id AND w.name = a.worker
              ORDER BY w.seen_at DESC LIMIT 1) AS device
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
      WHERE a.trial_id = ANY(CAST(:trials AS int[])) ORDER BY a.trial_id, a.attempt
-""")
+""")  # noqa: S608 the part is a constant
 
 
 @dataclass(frozen=True)

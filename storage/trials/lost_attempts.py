@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from enum import Enum
 
 import sqlalchemy as sa
 
@@ -12,6 +13,32 @@ from hpsearch.storage.trials import claim_sql, finishing
 from hpsearch.storage.trials.claim_results import RetriesExhausted
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.process_identity import get_machine_prefix, has_ended
+
+
+class LossCause(Enum):
+    """Cause of the loss of an attempt, as known to the parent of the worker's process."""
+
+    OUT_OF_MEMORY = "out of memory"  # the kernel's OOM killer ended the process
+    CRASHED = "crashed"  # another signal such as SIGSEGV, or code of the objective that ended the process
+    KILLED = "killed"  # another process sent the signal, as for a preemption
+
+    @property
+    def weight(self) -> float:
+        """The share of a failure of the trial as which the loss counts."""
+        return claim_sql.LOSS_WEIGHT_IN_TRAINING if self is LossCause.KILLED else 1.0
+
+
+def record_loss_cause(engine: sa.Engine, process: str, cause: LossCause) -> None:
+    """Record the cause of the loss of an attempt, if a process was running one when it ended.
+
+    Args:
+        engine: engine of the study's database.
+        process: name of the process; see `process_identity`.
+        cause: the cause.
+    """
+    with engine.begin() as connection:
+        arguments = {"process": process, "cause": cause.value, "weight": cause.weight}
+        connection.execute(claim_sql.SET_LOSS_CAUSE, arguments)
 
 
 def end_lost_attempts(
@@ -37,7 +64,8 @@ def end_lost_attempts(
         elif row.failures <= retries:
             finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
         elif fail:
-            reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress"
+            causes = f" ({row.causes})" if row.causes else ""
+            reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress{causes}"
             finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
             return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
     return None

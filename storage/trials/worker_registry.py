@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.trials.claim_sql import OUTCOME_OR_CAUSE
 from hpsearch.storage.trials.process_identity import get_machine_prefix, get_process_name, has_ended
 
 _HEARTBEAT_SECONDS = 10.0  # interval of heartbeats of a worker without a trial; other workers renew a lease instead
@@ -168,7 +169,7 @@ class AttemptEnd:
     Attributes:
         at: time of the end.
         trial: number of the trial.
-        outcome: value of the attempt's `Outcome`.
+        outcome: value of the attempt's `Outcome`, or the cause of its loss.
         worker: name of the worker.
         reason: reason of the trial's outcome, if the trial ended with this attempt; else None.
     """
@@ -180,11 +181,11 @@ class AttemptEnd:
     reason: str | None
 
 
-_SELECT_ATTEMPT_ENDS = sa.text("""
+_SELECT_ATTEMPT_ENDS = sa.text(f"""
     SELECT a.ended_at, t.number, a.worker,
-           CASE WHEN last.it AND a.outcome = 'paused' AND t.state = 'PRUNED' THEN 'pruned' ELSE a.outcome END
-           AS outcome,
-           CASE WHEN last.it THEN reason.value_json::jsonb #>> '{}' END AS reason
+           CASE WHEN last.it AND a.outcome = 'paused' AND t.state = 'PRUNED' THEN 'pruned'
+                ELSE {OUTCOME_OR_CAUSE} END AS outcome,
+           CASE WHEN last.it THEN reason.value_json::jsonb #>> '{{}}' END AS reason
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
       JOIN LATERAL (
         SELECT t.state NOT IN ('RUNNING', 'WAITING') AND NOT EXISTS (
@@ -193,7 +194,7 @@ _SELECT_ATTEMPT_ENDS = sa.text("""
       LEFT JOIN trial_user_attributes reason ON reason.trial_id = t.trial_id AND reason.key = :reason
      WHERE t.study_id = :study AND a.ended_at IS NOT NULL
      ORDER BY a.ended_at DESC LIMIT :limit
-""")
+""")  # noqa: S608 the part is a constant
 
 
 def read_attempt_ends(
@@ -205,3 +206,21 @@ def read_attempt_ends(
     arguments = {"study": study_id, "limit": limit, "reason": REASON}
     rows = Database(engine, retry_seconds).fetch_rows(_SELECT_ATTEMPT_ENDS, arguments)
     return [AttemptEnd(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]
+
+
+# Ends of attempts after which the trial had no result.
+_SELECT_LOSS_COUNTS = sa.text(f"""
+    SELECT {OUTCOME_OR_CAUSE} AS outcome, count(*) AS attempts
+      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+     WHERE t.study_id = :study AND a.outcome IN ('released', 'lost', 'failed') GROUP BY 1 ORDER BY 2 DESC, 1
+""")  # noqa: S608 the part is a constant
+
+
+def read_loss_counts(engine: sa.Engine, study_id: int, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, int]:
+    """Return the number of attempts without a result, by outcome or cause of the loss, the most frequent first.
+
+    ``released`` counts the attempts whose worker was stopped, for example by a preemption with a grace period. The
+    cause of a ``lost`` attempt is unknown.
+    """
+    rows = Database(engine, retry_seconds).fetch_rows(_SELECT_LOSS_COUNTS, {"study": study_id})
+    return {row.outcome: row.attempts for row in rows}

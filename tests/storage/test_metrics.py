@@ -36,9 +36,12 @@ _NAME = 'a "quoted\\" name\nhpsearch_trials{study="forged"} 1'  # label values m
 
 _LOST_ATTEMPTS = """
     INSERT INTO hpsearch_attempts
-           (trial_id, attempt, claim_id, worker, process, lease, loss_weight, started_at, expires_at, ended_at, outcome)
-    SELECT trial_id, attempt, gen_random_uuid(), 'gone', 'x', 9, weight, now(), now(), now(), 'lost'
-      FROM trials, (VALUES (1, 0.1), (2, 0.25), (3, 1)) losses (attempt, weight) WHERE number = 0
+           (trial_id, attempt, claim_id, worker, process, lease, loss_weight, loss_cause, started_at, expires_at,
+            ended_at, outcome)
+    SELECT trial_id, attempt, gen_random_uuid(), 'gone', 'x', 9, weight, cause, now(), now(), now(), outcome
+      FROM trials, (VALUES (1, 0.1, NULL, 'lost'), (2, 0.25, NULL, 'lost'), (3, 1, NULL, 'lost'),
+                           (4, 1, 'out of memory', 'lost'), (5, 0.1, NULL, 'released')
+                   ) losses (attempt, weight, cause, outcome) WHERE number = 0
 """
 
 
@@ -110,6 +113,8 @@ def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
         ("hpsearch_epochs_total",): 2,
         ("hpsearch_attempts_total", "lost"): 2,
         ("hpsearch_attempts_total", "lost_at_start"): 1,
+        ("hpsearch_attempts_total", "out_of_memory"): 1,
+        ("hpsearch_attempts_total", "released_at_start"): 1,
         ("hpsearch_untracked_trials",): 1,
         ("hpsearch_best_value", "0"): pytest.approx(4.0),
     }

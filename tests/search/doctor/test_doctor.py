@@ -106,7 +106,7 @@ def test_an_unreachable_database_is_reported_without_its_password(look: Look, st
     assert checks["mlflow"]["status"] == checks["artifacts"]["status"] == "ok"
     why = "not run, because the check 'database' failed"
     skipped = [name for name, check in checks.items() if check["found"] == why]
-    assert skipped == [*SERVICES[2:6], "study", "release", "objective", "source", "checkpoints"]
+    assert skipped == [*SERVICES[2:6], "study", "workers", "release", "objective", "source", "checkpoints"]
     assert "geheim" not in str(checks)
 
 
@@ -195,7 +195,7 @@ def test_a_missing_checkpoint_folder_is_not_created(look: Look, database_url: st
 def test_doctor_accepts_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Path) -> None:
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
-    assert [checks[name]["status"] for name in ("study", "release", "objective", "source")] == ["ok"] * 4
+    assert [checks[name]["status"] for name in ("study", "workers", "release", "objective", "source")] == ["ok"] * 5
     assert "0/9 trials ended" in checks["study"]["found"]
 
 

@@ -26,6 +26,7 @@ from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_for
 from hpsearch.search.run.running import find_searches, stop_searches
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.embedded.process import wait_until
+from hpsearch.storage.trials.lost_attempts import LossCause
 
 # One pytest-xdist process runs the tests that fork, so that the libraries of workers are loaded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]
@@ -39,8 +40,14 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Return a fleet of one worker that aborts at its start."""
     monkeypatch.setattr(fleets, "_MAX_RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
+    monkeypatch.setattr(fleets, "_count_oom_kills", lambda: 0)  # others of the machine may run out of memory meanwhile
     monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(ABORTING))
-    with closing(Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])) as made:
+    losses: list[LossCause] = []
+    made = Fleet(
+        "study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[], on_loss=lambda _, cause: losses.append(cause)
+    )
+    made.losses = losses  # type: ignore[attr-defined]
+    with closing(made):
         yield made
 
 
@@ -59,6 +66,26 @@ def test_a_completed_trial_resets_the_count_of_worker_deaths(fleet: Fleet) -> No
         with_result = min(len(fleet.slots[0].pids) // 2, 3)  # one after every second start, three in all
         time.sleep(0.01)
     assert len(fleet.slots[0].pids) > MAX_DEATHS
+
+
+@pytest.mark.parametrize(
+    ("command", "causes"),
+    [
+        ("kill -KILL $$", [LossCause.KILLED] * 4 * MAX_DEATHS),
+        ("kill -ABRT $$", [LossCause.CRASHED] * MAX_DEATHS),
+        ("exit 7", [LossCause.CRASHED] * MAX_DEATHS),
+        ("exit 1", []),  # the worker itself reports that a service is unavailable
+    ],
+)
+def test_a_fleet_finds_the_cause_of_a_death_and_a_kill_counts_as_a_quarter(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, command: str, causes: list[LossCause]
+) -> None:
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(["sh", "-c", command]))
+    fleet.start()
+    while fleet.poll(0):
+        time.sleep(0.01)
+    assert fleet.losses == causes  # type: ignore[attr-defined]
+    assert len(fleet.slots[0].pids) == (len(causes) or MAX_DEATHS)
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 143])

@@ -25,7 +25,7 @@ def test_the_unit_restarts_for_two_exit_codes_and_after_a_death_by_a_signal(monk
     monkeypatch.setattr(launch, "find_worker_user", lambda: "someone")
     found = settings(text(engine="systemd", grace=90, cpus=3, memory="6G", folder="/srv/100% mine"))
     assert found["Restart"] == ["on-abnormal"]
-    assert found["RestartForceExitStatus"] == ["1 143"]
+    assert found["RestartForceExitStatus"] == ["1 143 SIGTERM"]
     assert found["RestartPreventExitStatus"] == ["0 2 3"]
     assert found["SuccessExitStatus"] == ["143"]
     assert found["KillMode"] == ["mixed"]

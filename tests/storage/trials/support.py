@@ -48,14 +48,15 @@ def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
     return [tuple(row) for row in rows(engine, query)]
 
 
-def kill(engine: sa.Engine, claim: Claim) -> None:
-    """Make the claim look like that of a dead worker on this machine."""
+def kill(engine: sa.Engine, claim: Claim) -> str:
+    """Make the claim look like that of a dead worker on this machine, and return the name of its process."""
     with subprocess.Popen(["sleep", "600"]) as child:
         ended = make_process_name(child.pid)
         child.kill()
     with engine.begin() as connection:
         statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"
         connection.execute(sa.text(statement), {"process": ended, "trial": claim.trial_id})
+    return ended
 
 
 def begin_at_once(workers: Sequence[subprocess.Popen[str]]) -> None:

@@ -16,7 +16,9 @@ from hpsearch.storage.checkpoints.store import StoredFile
 from hpsearch.storage.errors import ClaimLostError, StorageError
 from hpsearch.storage.trials.claim_results import NoTrialAvailable, RetriesExhausted, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.trials.lost_attempts import count_running_trials
+from hpsearch.storage.trials.history import read_attempts
+from hpsearch.storage.trials.lost_attempts import LossCause, count_running_trials, record_loss_cause
+from hpsearch.storage.trials.worker_registry import read_attempt_ends, read_loss_counts
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, set_retries, states, take
 
 
@@ -99,6 +101,26 @@ def test_losses_of_unknown_cause_count_in_part(
     lost = join().claim()
     assert isinstance(lost, RetriesExhausted)
     assert lost.reason == "lost its worker w14; 14 attempts without progress"
+
+
+def test_the_cause_of_a_loss_decides_how_it_counts(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    """The parent of a worker records the cause before or after another worker ends the attempt."""
+    budget(storage, study_id, n_trials=1)  # with one retry
+    for number, cause in enumerate([*[LossCause.KILLED] * 4, LossCause.OUT_OF_MEMORY]):
+        claim = take(join())
+        process = kill(engine, claim)
+        if number % 2:
+            join().reclaim_expired_leases()
+        record_loss_cause(engine, process, cause)
+    lost = join().claim()
+    assert isinstance(lost, RetriesExhausted)
+    assert lost.reason.endswith("; 5 attempts without progress (killed, out of memory)")
+    found = [attempt.outcome for attempt in read_attempts(engine, [claim.trial_id])[claim.trial_id]]
+    assert found == [*["killed"] * 4, "out of memory"]
+    assert read_attempt_ends(engine, study_id)[0].outcome == "out of memory"
+    assert read_loss_counts(engine, study_id) == {"killed": 4, "out of memory": 1}
 
 
 def test_an_attempt_that_its_worker_gave_up_counts_in_full(
