@@ -176,8 +176,6 @@ class _ProcessGroup(Ranks):
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self._setup_timeout,
-                # With a device, NCCL connects here instead of in the first collective.
-                device_id=None if self._device.index is None else self._device,
             )
             self._current_timeout = self._setup_timeout
             # Collectives that wait for work of another rank need separate groups with longer timeouts.
