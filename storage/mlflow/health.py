@@ -65,11 +65,11 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
             remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         error_type = TrackingUnavailableError if error.code >= 500 else StorageError
         raise error_type(f"{setting} {shown}: the server answers {error.code} {error.reason}; {remedy}") from None
-    except http.client.HTTPException:  # another protocol
-        raise StorageError(f"{setting} {shown} is not an MLflow server; {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.IncompleteRead) as error:  # also RemoteDisconnected, an OSError
         reason = getattr(error, "reason", error)
         raise TrackingUnavailableError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+    except http.client.HTTPException:  # another protocol
+        raise StorageError(f"{setting} {shown} is not an MLflow server; {remedy}") from None
 
 
 def _get(uri: str, path: str) -> Any:
