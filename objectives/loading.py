@@ -201,7 +201,7 @@ def _is_as_safe(folder: Path, file: Path) -> bool:
     status = folder.stat()
     if status.st_uid not in {os.geteuid(), 0, file.stat().st_uid} or status.st_mode & stat.S_IWOTH:
         return False
-    return find_changeable_part(folder) is None or find_changeable_part(file) is not None
+    return find_changeable_part(folder, as_folder=True) is None or find_changeable_part(file) is not None
 
 
 def _import_module(name: str) -> ModuleType:

@@ -173,8 +173,8 @@ class Fleet:
 
         Args:
             progress: number of reported epochs, and of COMPLETE and PRUNED trials, of the study. When it increases, the
-                counts of deaths are reset. FAIL trials do not count: an objective that kills its process fails every
-                trial, and would spend the whole budget before the fleet gives up.
+                counts of deaths are reset. FAIL trials do not count: an objective that kills its process in the first
+                epoch fails every trial, and would spend the whole budget before the fleet gives up.
             is_outage: whether the database is unavailable. The exit of a worker during an outage does not count as a
                 death; the worker restarts when the database is available again.
             is_done: whether the budget is spent and no trial is running. Workers that do not exit then, for example

@@ -281,7 +281,7 @@ def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple
     checkpoint is deleted before its link is created, the trial resumes from an earlier checkpoint after the restore,
     or restarts.
     """
-    studies.execute("SELECT path FROM hpsearch_checkpoints ORDER BY path")
+    studies.execute("SELECT DISTINCT path FROM hpsearch_checkpoints ORDER BY path")
     with temporary_folder(locations.home, "backup") as folder:
         found: list[tuple[str, Path]] = []
         for (name,) in studies:

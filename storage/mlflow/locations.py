@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.credentials import find_credentials, is_configured, is_trusted_uri
-from hpsearch.storage.web.token import is_embedded
+from hpsearch.storage.web.token import find_token
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
@@ -24,6 +24,7 @@ _STORE_HOSTS = {
 }
 _STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
 _PROXIED = ("mlflow-artifacts", "http", "https")
+_SCHEMES = (*_REMOTE, *_PROXIED)
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 # MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
 ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
@@ -65,7 +66,7 @@ def check_removable(location: str, uri: str) -> None:
             f"artifact location {location} of {uri} is not a remote store, so it is not used; "
             "start the MLflow server with --artifacts-destination"
         )
-    if not (is_configured(uri) or is_embedded(uri)):
+    if not is_configured(uri) and find_token(uri) is None:  # neither configured nor a running embedded server
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is not used, because only the study names this MLflow server; if "
             f"you trust it, give --tracking-uri {uri}"
@@ -114,7 +115,7 @@ def check_location(location: str, uri: str) -> None:
     if not is_trusted_uri(uri):
         check_removable(location, uri)
         return
-    parts = _split(location)
+    parts = _split(location) if location.startswith(tuple(f"{scheme}:" for scheme in _SCHEMES)) else urlsplit("")
     if parts.scheme in _PROXIED and not _is_at_server(parts, uri) and (source := find_credentials()) is not None:
         raise LocationRejectedError(
             f"artifact location {location} is on another server than {uri}, so the credentials in {source} are not "

@@ -172,6 +172,12 @@ def has_paused_members(connection: sa.Connection, study_id: int) -> bool:
     return bool(connection.execute(statement, {"study": study_id}).scalar_one())
 
 
+_SELECT_DISTRIBUTIONS = sa.text("""
+    SELECT DISTINCT param_name, distribution_json FROM trial_params JOIN trials USING (trial_id)
+     WHERE study_id = :study
+""")
+
+
 def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence[int], decide: Decide) -> None:
     """Decide for all members that wait at the end of the earliest generation; do nothing if no member waits.
 
@@ -190,10 +196,12 @@ def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence
         return
     generation, by_number = rows[0].rung, {row.number: row for row in rows}
     started = _read_params(connection, [row.trial_id for row in rows])
-    distributions = {name: each for _, found in started.values() for name, each in found.items()}
+    # A member may have copied conditional parameters of a trial that has left the population since.
+    found = connection.execute(_SELECT_DISTRIBUTIONS, {"study": study_id})
+    distributions = {row.param_name: json_to_distribution(row.distribution_json) for row in found}
     schedules = {
         row.number: json.loads(row.schedule or "null")
-        or [{"epoch": 0, "trial": row.number, "params": started[row.trial_id][0]}]
+        or [{"epoch": 0, "trial": row.number, "params": started[row.trial_id]}]
         for row in rows
     }
     current = {number: schedule[-1]["params"] for number, schedule in schedules.items()}
@@ -218,13 +226,10 @@ def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence
             copy_pointers(connection, child=row.trial_id, parent=by_number[copy.parent].trial_id)
 
 
-def _read_params(
-    connection: sa.Connection, trial_ids: Sequence[int]
-) -> dict[int, tuple[dict[str, Any], dict[str, BaseDistribution]]]:
-    """Return the parameters and distributions of trials by trial id."""
-    found: dict[int, tuple[dict[str, Any], dict[str, BaseDistribution]]] = {each: ({}, {}) for each in trial_ids}
+def _read_params(connection: sa.Connection, trial_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return the parameters of trials by trial id."""
+    found: dict[int, dict[str, Any]] = {each: {} for each in trial_ids}
     for row in connection.execute(_SELECT_PARAMS, {"trials": list(trial_ids)}):
-        params, distributions = found[row.trial_id]
-        distributions[row.param_name] = distribution = json_to_distribution(row.distribution_json)
-        params[row.param_name] = distribution.to_external_repr(row.param_value)
+        distribution = json_to_distribution(row.distribution_json)
+        found[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
     return found

@@ -134,10 +134,11 @@ SET_LEASE = sa.text("""
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
 
-# The attempt is live, or another worker of the machine has already ended it as lost.
+# The last attempt of the process is live, or another worker of the machine has already ended it as lost.
 SET_LOSS_CAUSE = sa.text("""
     UPDATE hpsearch_attempts SET loss_cause = :cause, loss_weight = :weight
      WHERE process = :process AND (ended_at IS NULL OR outcome = 'lost')
+       AND started_at = (SELECT max(started_at) FROM hpsearch_attempts WHERE process = :process)
 """)
 
 # For users: a loss of known cause has the name of the cause, also before ", retried".

@@ -95,10 +95,10 @@ def test_the_folder_of_a_file_has_precedence_over_the_working_folder(write, monk
     assert type(load_objective("project/mine.py")).__name__ == "Mine"
 
 
-def test_a_working_folder_of_others_is_not_searched(write, tmp_path, monkeypatch):
+def test_a_working_folder_of_others_is_not_searched(write, open_folder, monkeypatch):
     path = write("own/mine.py", GOOD.format(name="Mine"))
-    (tmp_path / "shared").mkdir()
-    monkeypatch.chdir(tmp_path / "shared")
+    (open_folder / "shared").mkdir()
+    monkeypatch.chdir(open_folder / "shared")
     monkeypatch.setattr(sys, "path", [*sys.path])
     if os.geteuid() == 0:
         os.chown(Path.cwd(), -1, 65534)

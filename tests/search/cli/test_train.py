@@ -60,8 +60,9 @@ _CHANGEABLE = (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_default_run_directory_of_another_user_is_rejected(capsys, open_folder: Path) -> None:
+def test_a_default_run_directory_of_another_user_is_rejected(capsys, open_folder: Path, monkeypatch) -> None:
     """Its owner could replace the files of the run by links."""
+    monkeypatch.chdir(open_folder)
     (open_folder / "runs").mkdir(mode=0o777)
     os.chown(open_folder / "runs", 65534, -1)
     code, _, err = call(capsys, "train", "digits", *SMALL)
@@ -70,8 +71,11 @@ def test_a_default_run_directory_of_another_user_is_rejected(capsys, open_folder
 
 @pytest.mark.parametrize("command", ["train", "lr-range"])
 @pytest.mark.parametrize("mode", [0o777, 0o2775])
-def test_a_folder_that_other_users_can_write_to_is_rejected(capsys, open_folder: Path, command: str, mode: int) -> None:
+def test_a_folder_that_other_users_can_write_to_is_rejected(
+    capsys, open_folder: Path, command: str, mode: int, monkeypatch
+) -> None:
     """They could replace files by links while the command runs."""
+    monkeypatch.chdir(open_folder)
     folder = open_folder / "open"
     folder.mkdir()
     os.chown(folder, -1, 65534 if os.geteuid() == 0 else -1)
@@ -85,8 +89,11 @@ def test_a_folder_that_other_users_can_write_to_is_rejected(capsys, open_folder:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
-def test_a_default_run_directory_behind_a_link_of_another_user_is_rejected(capsys, open_folder: Path) -> None:
+def test_a_default_run_directory_behind_a_link_of_another_user_is_rejected(
+    capsys, open_folder: Path, monkeypatch
+) -> None:
     """Its owner could let it lead to another folder while the command runs."""
+    monkeypatch.chdir(open_folder)
     (open_folder / "mine").mkdir()
     (open_folder / "runs").symlink_to("mine")
     os.chown(open_folder / "runs", 65534, -1, follow_symlinks=False)

@@ -26,7 +26,7 @@ LR = FloatDistribution(0.0, 1.0)
 def copy_best(generation: int, members: Sequence[Member]) -> list[Copy]:
     """Let the worst member copy the best one."""
     ranked = sorted(members, key=lambda member: member.loss)
-    return [Copy(ranked[-1].number, ranked[0].number, {"lr": ranked[0].params["lr"] / 2})]
+    return [Copy(ranked[-1].number, ranked[0].number, {**ranked[0].params, "lr": ranked[0].params["lr"] / 2})]
 
 
 @pytest.fixture
@@ -85,6 +85,22 @@ def test_a_schedule_contains_the_lineage(claims: Claims, storage: BaseStorage, e
     last = [take(claims) for _ in range(3)][2]  # it copies trial 0, which has copied trial 1
     schedule = storage.get_trial(last.trial_id).user_attrs[CONFIG_SCHEDULE]
     assert [(part["epoch"], part["trial"]) for part in schedule] == [(0, 1), (1, 0), (2, 2)]
+
+
+def test_a_member_keeps_conditional_parameters_of_a_trial_that_has_left(
+    claims: Claims, storage: BaseStorage, engine: sa.Engine, study_id: int
+) -> None:
+    members = start(claims, storage)
+    storage.set_trial_param(members[1].trial_id, "momentum", 0.9, LR)
+    for claim, value in zip(members, (0.1, 0.9, 0.5), strict=True):
+        train(claims, claim, value)
+    first, second, third = (take(claims) for _ in range(3))
+    claims.finish_attempt(second, Outcome.FAILED)
+    train(claims, first, 0.2, epoch=1)
+    train(claims, third, 0.5, epoch=1)
+    take(claims)
+    decided = [each for each in read_generations(engine, study_id) if each.generation == 1]
+    assert [(each.parent, each.before) for each in decided] == [(2, {"lr": 0.1, "momentum": 0.9}), (None, None)]
 
 
 def test_members_that_end_leave_the_population_and_late_ones_continue_unchanged(

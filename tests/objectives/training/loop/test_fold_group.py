@@ -373,3 +373,11 @@ def test_folds_train_in_turns_if_that_is_faster(monkeypatch, name, value, said) 
     config, runs = make_runs(Wine())
     group, reason = build_fold_group(Wine(), config, runs, is_resumed=False)
     assert (group, reason[: len(said)]) == (None, said)
+
+
+def test_a_resumed_run_stays_one_model_where_rounding_errors_are_relatively_large(monkeypatch) -> None:
+    """They are, if the loss or the gradient of the trained model is small."""
+    monkeypatch.setattr(fold_group_check, "_TOLERANCE", 0.0)
+    config, runs = make_runs(Wine())
+    assert build_fold_group(Wine(), config, runs, is_resumed=False)[0] is None
+    assert build_fold_group(Wine(), config, runs, is_resumed=True)[0] is not None
