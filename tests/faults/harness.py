@@ -298,6 +298,13 @@ class Arena:
         """Return the workers that SIGSTOP stopped."""
         return [w for w in self.workers if not w.ended and state_of(w.pid) == "T"]
 
+    def replace_frozen_workers(self, running: list[Worker], **more: str) -> None:
+        """Start a worker with the variables `more` for each running worker that SIGSTOP stopped."""
+        for worker in self.list_frozen_workers():
+            if worker in running:
+                running.remove(worker)
+                running.append(self.start(**more))
+
     def has_obeyed(self, index: int) -> bool:
         return (self.orders / f"obeyed-{index}").exists()
 

@@ -43,10 +43,7 @@ def test_frozen_workers_write_nothing_after_they_wake_up(
     arena.create(n_trials, orders)
 
     def replace(running: list[Worker]) -> None:
-        for worker in arena.list_frozen_workers():
-            if worker in running:
-                running.remove(worker)
-                running.append(arena.start())
+        arena.replace_frozen_workers(running)
         if arena.has_obeyed(len(orders) - 1) and not (arena.orders / "open").exists():
             first = next(
                 w for w in arena.list_frozen_workers() if str(w.pid) == (arena.orders / f"obeyed-{early}").read_text()
@@ -74,13 +71,7 @@ def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     """It holds the lock of all claims. The server ends its transaction, and it claims again when it wakes up."""
     arena.create(3, [Order("write claim", "freeze", trial=1, when="after")])
 
-    def replace(running: list[Worker]) -> None:
-        for worker in arena.list_frozen_workers():
-            if worker in running:
-                running.remove(worker)
-                running.append(arena.start())
-
-    arena.work(1, meanwhile=replace)
+    arena.work(1, meanwhile=arena.replace_frozen_workers)
     (frozen,) = arena.list_frozen_workers()
     frozen.send(signal.SIGCONT)
     wait_for(lambda: arena.poll_workers() or frozen.ended, "the frozen worker to leave")

@@ -136,10 +136,7 @@ def test_a_worker_that_froze_before_a_mid_epoch_checkpoint_writes_nothing(
     arena.create(1, orders)
 
     def replace(running: list[Worker]) -> None:
-        for worker in arena.list_frozen_workers():
-            if worker in running:
-                running.remove(worker)
-                running.append(arena.start(**OFTEN, **SLOW))
+        arena.replace_frozen_workers(running, **OFTEN, **SLOW)
         if arena.has_obeyed(1) and not (arena.orders / "open").exists():
             (first,) = arena.list_frozen_workers()
             first.send(signal.SIGCONT)

@@ -56,13 +56,7 @@ def test_frozen_workers_change_no_generation_after_they_wake_up(arena: Arena) ->
     orders = [Order(point, "freeze", trial=number, attempt=2, when=when) for number, (point, when) in enumerate(points)]
     arena.create(N_TRIALS, orders, settings=PBT, retries=10)
 
-    def replace(running: list[Worker]) -> None:
-        for worker in arena.list_frozen_workers():
-            if worker in running:
-                running.remove(worker)
-                running.append(arena.start())
-
-    arena.work(2, meanwhile=replace)
+    arena.work(2, meanwhile=arena.replace_frozen_workers)
     late = arena.list_frozen_workers()
     assert len(late) == len(points)
     before = read(arena)

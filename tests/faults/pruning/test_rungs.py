@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import Arena, Worker
+from tests.faults.harness import Arena
 from tests.faults.invariants import assert_equals_undisturbed, assert_tracked, read_promotions, read_trials
 from tests.faults.orders import Order
 from tests.faults.pruning.killed import kills
@@ -50,13 +50,7 @@ def test_frozen_workers_promote_no_trial_after_they_wake_up(arena: Arena, undist
     orders = [Order(point, "freeze", trial=number, when=when) for number, (point, when) in enumerate(points)]
     arena.create(N_TRIALS, orders, settings=ASHA)
 
-    def replace(running: list[Worker]) -> None:
-        for worker in arena.list_frozen_workers():
-            if worker in running:
-                running.remove(worker)
-                running.append(arena.start())
-
-    arena.work(2, meanwhile=replace)
+    arena.work(2, meanwhile=arena.replace_frozen_workers)
     late = arena.list_frozen_workers()
     assert len(late) == len(points)
     before = [(t.state, t.values, t.attempts) for t in read_trials(arena.storage_url, arena.name)]

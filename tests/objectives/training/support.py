@@ -197,3 +197,16 @@ class Sums(Objective):
 
     def model(self, config, train):
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class StoppedWithin(LocalSession):
+    """Stops after an optimizer step, counted over all folds."""
+
+    def __init__(self, folder, after):
+        super().__init__(folder)
+        self.steps, self._after = 0, after
+
+    def mid_epoch_action(self, left):
+        assert left() >= 0
+        self.steps += 1
+        return MidEpochAction.SAVE_AND_STOP if self.steps == self._after else MidEpochAction.NONE

@@ -18,8 +18,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.fold_metrics import merge_metrics, score_folds, select_fold_metrics
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.session import MidEpochAction
-from tests.objectives.training.support import DiedError, Dying, Memory, Wine, raise_died, same_result
+from tests.objectives.training.support import DiedError, Dying, Memory, StoppedWithin, Wine, raise_died, same_result
 
 FOLDS, EPOCHS = 3, 3
 PLAN = RunPlan(EPOCHS, 0, 0, folds=FOLDS)
@@ -38,19 +37,6 @@ class Noisy(Wine):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory):
     return fit(Noisy(), CONFIG, PLAN, run_dir=tmp_path_factory.mktemp("undisturbed"), device="cpu")
-
-
-class StoppedWithin(LocalSession):
-    """Stops after an optimizer step, counted over all folds."""
-
-    def __init__(self, folder, after):
-        super().__init__(folder)
-        self.steps, self._after = 0, after
-
-    def mid_epoch_action(self, left):
-        assert left() >= 0
-        self.steps += 1
-        return MidEpochAction.SAVE_AND_STOP if self.steps == self._after else MidEpochAction.NONE
 
 
 @pytest.mark.parametrize("after", range(1, 2 * FOLDS * STEPS))

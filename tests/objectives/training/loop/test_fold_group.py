@@ -20,7 +20,16 @@ from hpsearch.objectives.training.loop.stacked_folds import StackedFolds
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.seeds import make_reproducible
 from hpsearch.objectives.training.session import MidEpochAction
-from tests.objectives.training.support import TIMED, DiedError, Dying, Memory, Wine, raise_died, same_result
+from tests.objectives.training.support import (
+    TIMED,
+    DiedError,
+    Dying,
+    Memory,
+    StoppedWithin,
+    Wine,
+    raise_died,
+    same_result,
+)
 
 FOLDS, EPOCHS = 3, 2
 PLAN = RunPlan(EPOCHS, 0, 0, folds=FOLDS)
@@ -128,19 +137,6 @@ def test_the_folds_have_the_metrics_of_training_in_turns(caplog, objective, sett
     x = together.val.inputs(slice(0, 20))
     with torch.inference_mode():
         torch.testing.assert_close(together.model(x), in_turns.model(x), rtol=1e-3, atol=1e-4)
-
-
-class StoppedWithin(LocalSession):
-    """Stops after an optimizer step of all folds."""
-
-    def __init__(self, folder, after):
-        super().__init__(folder)
-        self.steps, self._after = 0, after
-
-    def mid_epoch_action(self, left):
-        assert left() >= 0
-        self.steps += 1
-        return MidEpochAction.SAVE_AND_STOP if self.steps == self._after else MidEpochAction.NONE
 
 
 @pytest.fixture(scope="module")
