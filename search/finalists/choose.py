@@ -105,15 +105,23 @@ def _make_trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[Fro
         create_trial(
             state=TrialState.WAITING,
             system_attrs={"fixed_params": chosen[parent].params},
-            user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed, **_get_schedule(chosen[parent])},
+            user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed, **_get_schedule(chosen[parent], of.refit)},
         )
         for parent, seed in map(of.get_trial_and_seed, range(len(of.trials) * len(of.seeds)))
     ]
 
 
-def _get_schedule(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the attribute with the schedule of a trial whose configuration changed, so that other runs follow it."""
-    return {key: value for key, value in trial.user_attrs.items() if key == CONFIG_SCHEDULE}
+def _get_schedule(trial: FrozenTrial, epochs: int | None = None) -> dict[str, Any]:
+    """Return the attribute with the schedule of a trial whose configuration changed, so that other runs follow it.
+
+    Args:
+        trial: trial of the search.
+        epochs: number of epochs that the other runs train; None if they train all.
+    """
+    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
+    if schedule is None:
+        return {}
+    return {CONFIG_SCHEDULE: [part for part in schedule if epochs is None or part["epoch"] < epochs]}
 
 
 FINALIST_COUNT, FINALIST_SEEDS = 5, 2  # ten are no better than five, and two seeds remove most of the selection bias

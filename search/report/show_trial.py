@@ -42,7 +42,7 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     title = "parameters" if schedule is None else "parameters at the start"
     _print_section(console, title, _make_parameter_table(trial))
     if schedule is not None:
-        _print_section(console, "schedule", _make_schedule_table(schedule, study.spec.epochs))
+        _print_section(console, "schedule", _make_schedule_table(schedule, study.spec.refit or study.spec.epochs))
     attempts = read_attempts(study.engine, [trial._trial_id]).get(trial._trial_id, [])
     _print_section(console, "attempts", _make_attempt_table(attempts))
     _print_section(console, "epochs", _make_epoch_table(study, trial))

@@ -12,6 +12,7 @@ from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.search.api.study import Study
 from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.choose import _get_schedule
 from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.storage.attributes import CONFIG_SCHEDULE, PARENT_TRIAL
 from hpsearch.storage.embedded.stack import StackInfo
@@ -92,6 +93,7 @@ def test_a_population_is_trained_and_its_schedules_are_trained_again(
     by_parent = {trial.user_attrs[PARENT_TRIAL]: trial for trial in finalists}
     assert by_parent[child.number].user_attrs[CONFIG_SCHEDULE] == schedule
     assert CONFIG_SCHEDULE not in by_parent[parent.number].user_attrs
+    assert _get_schedule(child, 2) == {CONFIG_SCHEDULE: schedule[:1]}, "of a refit that ends before the change"
     objective = load_objective(str(path))
     objective.set_metric("loss", "minimize")
     config = objective.configure(FixedTrial(parent.params))
