@@ -17,7 +17,8 @@ from torch import nn
 from benchmarks.gpu_runs import EPOCHS, Machine, Row, fit, fit_with_stops
 from benchmarks.training_loops import Synthetic
 from hpsearch import Step, TrainConfig, Trainer
-from hpsearch.objectives.training.ranks import RankLostError, Ranks, init_process_group
+from hpsearch.objectives.training.rank_errors import RankLostError
+from hpsearch.objectives.training.ranks import Ranks, init_process_group
 
 # Networks without dropout, whose random numbers depend on the rank; a transformer takes minutes on a CPU.
 RANKED_NET = {"cuda": "transformer", "cpu": "mlp"}

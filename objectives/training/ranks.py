@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
-import json
 import os
-import re
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -23,8 +18,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from hpsearch.causes import iterate_causes
-from hpsearch.objectives.errors import ObjectiveError, get_message
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.rank_errors import (
+    RankLostError,
+    RankZeroError,
+    format_one_line,
+    from_json,
+    is_consequence,
+    release_references,
+    to_json,
+)
 from hpsearch.objectives.training.rank_heartbeat import RankHeartbeat
 
 T = TypeVar("T")
@@ -36,20 +39,7 @@ _SETUP_TIMEOUT_SECONDS = 300.0  # the same before the first step, for connection
 _JOB_TIMEOUT = timedelta(days=365)  # the other ranks wait here while rank 0 has no trial
 _JOIN_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join; another rank may still load data
 _CAUSE_TIMEOUT_SECONDS = 3.0  # time for a failed rank to store its error
-_TRACEBACK_CHARACTERS = 20_000  # maximum length of a traceback that is sent to the other ranks
 _WATCH_INTERVAL_SECONDS = 1.0  # between two checks for an error, because NCCL does not detect closed connections
-
-
-class RankLostError(RuntimeError):
-    """Error for a rank that exited or does not answer. The other ranks cannot continue; their processes must end."""
-
-
-class RankError(RuntimeError):
-    """Error for the failure of another rank; the message contains the error of that rank."""
-
-
-class _RankZeroError(RuntimeError):
-    """Error on the other ranks if rank 0 raised an error in `run_on_rank_zero`."""
 
 
 def _exit_process(reason: str) -> None:
@@ -182,7 +172,7 @@ class _ProcessGroup(Ranks):
             self.cpu_group = dist.new_group(backend="gloo", timeout=self._barrier_timeout)
             self._job_group = dist.new_group(backend="gloo", timeout=_JOB_TIMEOUT)
         except RuntimeError as error:
-            raise RankLostError(f"the ranks did not connect: {_one_line(error)}") from error
+            raise RankLostError(f"the ranks did not connect: {format_one_line(error)}") from error
         self._watched = threading.Event()
         if self._backend != "gloo":
             threading.Thread(target=self._watch, args=(self._generation, self._watched), daemon=True).start()
@@ -243,12 +233,12 @@ class _ProcessGroup(Ranks):
             answer: tuple[bool, Any] = self.broadcast_object((False, None))
             succeeded, result = answer
             if not succeeded:
-                raise _RankZeroError(result)
+                raise RankZeroError(result)
             return result  # type: ignore[no-any-return]  # rank 0's value, of T
         try:
             value = work()
         except BaseException as error:  # of any kind, because the other ranks wait for a result
-            self.broadcast_object((False, _one_line(error)))
+            self.broadcast_object((False, format_one_line(error)))
             raise
         self.broadcast_object((True, value))
         return value
@@ -271,7 +261,7 @@ class _ProcessGroup(Ranks):
             self.all_gather_object(None)  # no rank continues while another may still fail
         except BaseException as error:  # of any kind, because the other ranks must leave too
             cause = self._cause(error)
-            _release_references(error)
+            release_references(error)
             self.close()
             if isinstance(cause, RankLostError):
                 raise cause from error
@@ -285,14 +275,14 @@ class _ProcessGroup(Ranks):
         if isinstance(error, RankLostError):
             return error
         try:
-            if not _is_consequence(error):
-                own = _to_json(error, self.rank)
+            if not is_consequence(error):
+                own = to_json(error, self.rank)
                 first = self._store.compare_set(_cause_key(self._generation), "", own).decode()
-                return error if first == own else _from_json(first, error)
+                return error if first == own else from_json(first, error)
             self._store.wait([_cause_key(self._generation)], timedelta(seconds=_CAUSE_TIMEOUT_SECONDS))
-            return _from_json(self._store.get(_cause_key(self._generation)).decode(), error)
+            return from_json(self._store.get(_cause_key(self._generation)).decode(), error)
         except RuntimeError:  # no rank stored an error, or the store is gone
-            return RankLostError(f"another rank exited or did not answer in time: {_one_line(error)}")
+            return RankLostError(f"another rank exited or did not answer in time: {format_one_line(error)}")
 
 
 def _broadcast(value: T, group: Any) -> T:
@@ -307,16 +297,6 @@ def _require_connections() -> None:
         raise ObjectiveError("the process group is closed, but the next trial needs it; remove destroy_process_group()")
 
 
-def _release_references(error: BaseException) -> None:
-    """Release the objects that the stack frames of an error reference.
-
-    Gloo closes a connection only when its last reference is released, and the other ranks wait until it is closed.
-    """
-    for each in iterate_causes(error):
-        traceback.clear_frames(each.__traceback__)
-    gc.collect()
-
-
 def _cause_key(number: int) -> str:
     return f"cause/{number}"
 
@@ -325,45 +305,6 @@ def _abort_collectives() -> None:
     """Abort the collectives for which this process waits."""
     with contextlib.suppress(RuntimeError, ValueError):  # no collective may be pending
         c10d._abort_process_group()
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, only follows from the failure of another rank."""
-    return any(
-        isinstance(each, (_RankZeroError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
-        for each in iterate_causes(error)
-    )
-
-
-def _to_json(error: BaseException, rank: int) -> str:
-    """Return an error as JSON, so that other ranks can raise it."""
-    kind = type(error)
-    attributes = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
-    where = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__}
-    trace = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
-    return json.dumps({**where, "text": get_message(error), "attributes": attributes, "traceback": trace})
-
-
-def _from_json(described: str, own: BaseException) -> BaseException:
-    """Return the error of another rank, with its traceback as a note; or the error `own` if both are equal."""
-    other = json.loads(described)
-    if other["name"] == type(own).__qualname__ and other["text"] == str(own):
-        return own
-    text = f"{other['text']} (on rank {other['rank']})"
-    error: BaseException = RankError(f"{other['name']}: {text}")
-    if other["module"].startswith("hpsearch.objectives."):
-        kind = getattr(importlib.import_module(other["module"]), other["name"], RankError)
-        error = kind.__new__(kind)
-        error.args = (text,)
-        vars(error).update(other["attributes"])
-    error.add_note(f"Traceback on rank {other['rank']}:\n{other['traceback']}")
-    return error
-
-
-def _one_line(error: BaseException) -> str:
-    """Return an error as one line, without the position in gloo's source."""
-    text = re.sub(r"\[/\S*gloo/\S+\] ", "", str(error))
-    return " ".join(f"{type(error).__name__}: {text}".split())[:500]
 
 
 def _choose_backend(device: str) -> str:

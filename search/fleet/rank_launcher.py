@@ -303,7 +303,7 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
     if os.environ.get("PYTHONSAFEPATH") == _OWN_SAFE_PATH:  # programs that the objective starts may import such modules
         del os.environ["PYTHONSAFEPATH"]
     tempfile.tempdir = None  # for forked ranks: the launcher's folder is removed before they have ended
-    from hpsearch.objectives.training.ranks import RankLostError
+    from hpsearch.objectives.training.rank_errors import RankLostError
 
     try:
         return _join_as_rank(name, options, place)
@@ -318,7 +318,8 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
 def _join_as_rank(name: str, options: WorkerOptions, place: Path | None) -> int:
     import torch
 
-    from hpsearch.objectives.training.ranks import RankLostError, init_process_group
+    from hpsearch.objectives.training.rank_errors import RankLostError
+    from hpsearch.objectives.training.ranks import init_process_group
     from hpsearch.search.worker.lifecycle import join_study
     from hpsearch.search.worker.rank_jobs import run_follower_rank, stop_followers
 

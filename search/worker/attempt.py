@@ -17,7 +17,7 @@ from hpsearch.objectives.errors import ObjectiveError, format_traceback, get_mes
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.ranks import RankLostError
+from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.reproducibility.seeds import keep_torch_defaults
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import pluralize

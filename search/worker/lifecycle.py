@@ -9,7 +9,8 @@ import threading
 import optuna
 import torch
 
-from hpsearch.objectives.training.ranks import RankLostError, current_ranks
+from hpsearch.objectives.training.rank_errors import RankLostError
+from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
 from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent, end_session
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend

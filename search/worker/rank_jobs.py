@@ -11,7 +11,8 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.ranks import RankLostError, Ranks, current_ranks
+from hpsearch.objectives.training.rank_errors import RankLostError
+from hpsearch.objectives.training.ranks import Ranks, current_ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
 from hpsearch.search.spec.spec import StudySpec

@@ -12,7 +12,8 @@ from torch import nn
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankError
+from hpsearch.objectives.training.rank_errors import RankError
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.custom_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks

@@ -10,7 +10,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Step, TrainConfig, Trainer
-from hpsearch.objectives.training.ranks import SINGLE_PROCESS, RankLostError, init_process_group
+from hpsearch.objectives.training.rank_errors import RankLostError
+from hpsearch.objectives.training.ranks import SINGLE_PROCESS, init_process_group
 from hpsearch.objectives.training.strategies.ddp import SyncBatchNorm
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 from tests.objectives.training.support import Stopped
