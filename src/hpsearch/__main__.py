@@ -26,6 +26,7 @@ def main() -> None:
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
     from hpsearch.cuda_library import load_cuda_library
     from hpsearch.search.process import exit_on_signals, prepare_exit, take_exit_file
 

@@ -16,8 +16,9 @@ import pytest
 
 from hpsearch.search.cli import main, run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_FILE_VARIABLE
+from hpsearch.search.process import EXIT_FILE_VARIABLE, find_environment_fault
 from hpsearch.search.report.table_file import write_table
+from hpsearch.storage.home import HOME_VARIABLE
 from tests.factories import LOOP_OBJECTIVE
 from tests.full_disk import full_disk
 
@@ -96,6 +97,30 @@ def test_a_umask_that_closes_new_files_is_an_error() -> None:
     ended = subprocess.run([program, "studies"], umask=0o777, capture_output=True, text=True, check=False)
     message = "hpsearch: the umask 0777 closes new files to their owner; run umask 022 first\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", message)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes a user without an account, as root")
+def test_a_user_without_a_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", HOME_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if (child := os.fork()) == 0:
+        os.setuid(12345)
+        expected = "uid 12345 has no home folder; set HOME to a folder that it may write to"
+        os._exit(0 if find_environment_fault() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_caller_that_ignores_ended_processes_hides_no_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP_OBJECTIVE)
+    ended = subprocess.run(
+        [Path(sys.executable).with_name("hpsearch"), "objective", "show", "loop.py"],
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", [["studies"], ["doctor"]])
