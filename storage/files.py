@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 def write_private(path: Path, text: str) -> None:
@@ -30,10 +31,11 @@ def write_private(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacement(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file that replaces `path` at the end; after an error, `path` is unchanged.
+def replacement(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an open temporary file that replaces `path` at the end; after an error, `path` is unchanged.
 
-    The target of a link is replaced, and the permissions are kept. A device or a pipe is yielded itself.
+    The target of a link is replaced, and the permissions are kept. For a device or a pipe, it is opened itself. Nothing
+    is written by path: others may have write permission for the folder, and could replace the path by a link.
 
     Raises:
         OSError: an existing file is not writable, or the new file cannot be created.
@@ -41,26 +43,27 @@ def replacement(path: Path) -> Iterator[Path]:
     target = _follow_links(path)
     if target.exists() and not target.is_file():
         descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
-        try:
+        with os.fdopen(descriptor, "wb") as device:
             status = os.fstat(descriptor)
             if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid()):
                 raise PermissionError(errno.EACCES, "it is a pipe of another user", str(target))
-            yield target
-        finally:
-            os.close(descriptor)
+            os.set_blocking(descriptor, True)
+            yield device
         return
+    mode = None
+    if target.exists():
+        target.open("ab").close()
+        status = target.stat()
+        if status.st_uid not in (0, os.geteuid()):
+            raise PermissionError(errno.EACCES, "it belongs to another user", str(target))
+        mode = status.st_mode & 0o777  # not the bits that start a program with the rights of its owner
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        mode = None
-        if target.exists():
-            target.open("ab").close()
-            status = target.stat()
-            if status.st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EACCES, "it belongs to another user", str(target))
-            mode = status.st_mode & 0o777  # not the bits that start a program with the rights of its owner
-        yield temporary
-        if mode is not None:
-            temporary.chmod(mode)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            if mode is not None:
+                os.fchmod(descriptor, mode)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

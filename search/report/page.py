@@ -171,7 +171,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacement(path) as file:  # several workers may end at the same time
-        file.write_text(page, encoding="utf-8")
+        file.write(page.encode())
     return path
 
 

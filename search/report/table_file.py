@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 
@@ -31,9 +31,9 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
             unchanged then.
     """
     table = _with_seconds(table)
-    writers: dict[str, Callable[[Path], Any]] = {
+    writers: dict[str, Callable[[IO[bytes]], Any]] = {
         ".csv": lambda file: _escape(table).to_csv(file, index=False),
-        ".json": lambda file: file.write_text(_format_json(table), encoding="utf-8"),
+        ".json": lambda file: file.write(_format_json(table).encode()),
         ".parquet": lambda file: _with_one_type_per_column(table).to_parquet(file, index=False),
     }
     if path.suffix not in writers:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self, get_type_hints
+from typing import IO, Any, BinaryIO, Self, get_type_hints
 
 from hpsearch.storage.errors import StorageError, format_error, format_os_error
 
@@ -121,11 +121,16 @@ class ArchiveWriter:
         except FileNotFoundError:
             return False
         with file:
-            size = os.fstat(file.fileno()).st_size
-            reader = _FixedSizeReader(file, size)
-            self._add(name, size, reader)
-        self._index.append(IndexEntry(name, size, reader.hash.hexdigest(), held=True))
+            self.add_open_file(name, file)
         return True
+
+    def add_open_file(self, name: str, file: IO[bytes]) -> None:
+        """Add the content of an open file to the archive and the index."""
+        file.seek(0)
+        size = os.fstat(file.fileno()).st_size
+        reader = _FixedSizeReader(file, size)
+        self._add(name, size, reader)
+        self._index.append(IndexEntry(name, size, reader.hash.hexdigest(), held=True))
 
     def add_index_entry(self, name: str, size: int, sha256: str | None) -> None:
         """Add an index entry for a file whose content is not in the archive."""
@@ -146,13 +151,12 @@ class ArchiveWriter:
 
 
 @contextmanager
-def create_archive(path: Path) -> Iterator[ArchiveWriter]:
-    """Yield a writer to the new file `path` (mode 0600), which is synced to disk at the end."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            yield ArchiveWriter(tar)
-        file.flush()
-        os.fsync(file.fileno())
+def create_archive(file: IO[bytes]) -> Iterator[ArchiveWriter]:
+    """Yield a writer to an open file, which is synced to disk at the end."""
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        yield ArchiveWriter(tar)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 class UnpackedArchive:

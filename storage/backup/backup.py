@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup.dumps import count_rows, open_snapshot
@@ -177,12 +177,11 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     if locations.mlflow is not None and files:
         _check_artifacts(locations)  # report a mistake before the backup starts
     try:
-        with temporary_folder(file.parent, file.name) as temporary:
+        with _temporary_file(file) as temporary:
             manifest = _write_archive(temporary, locations, files=files, progress=progress)
-            archive_file = temporary / "archive"
-            size = archive_file.stat().st_size
+            size = os.fstat(temporary.fileno()).st_size
             _check_target(file, force=force)
-            archive_file.replace(file)
+            Path(temporary.name).replace(file)
             fsync_folder(file.parent)
     except OSError as error:
         remedy = suggest_disk_remedy(error, "give another path")
@@ -209,19 +208,42 @@ def _check_target(file: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new private folder and delete it at the end; first delete such folders that dead processes left."""
+def temporary_folder(home: Path, name: str) -> Iterator[Path]:
+    """Yield a new private folder in the home, and delete it at the end; first delete those that dead processes left."""
     prefix = f".{name}-hpsearch-"
-    for folder in parent.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder_name:
+    for folder in _find_abandoned(home, prefix):
+        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home, ignore_cleanup_errors=True) as folder_name:
         yield Path(folder_name)
 
 
-def _write_archive(temporary: Path, locations: Locations, *, files: bool, progress: OnProgress) -> archive.Manifest:
-    """Write the archive to `temporary/archive`, and return its manifest."""
+@contextmanager
+def _temporary_file(file: Path) -> Iterator[IO[bytes]]:
+    """Yield a new private file next to `file`, and delete it at the end; first delete those that dead processes left.
+
+    Nothing is written by path: others may have write permission for the folder, and could replace the path by a link.
+    """
+    prefix = f".{file.name}-hpsearch-"
+    for path in _find_abandoned(file.parent, prefix):
+        with suppress(OSError):
+            path.unlink()
+    with tempfile.NamedTemporaryFile(prefix=prefix, dir=file.parent, delete=False) as temporary:
+        try:
+            yield temporary
+        finally:
+            Path(temporary.name).unlink(missing_ok=True)
+
+
+def _find_abandoned(folder: Path, prefix: str) -> Iterator[Path]:
+    """Yield the entries of a folder whose names begin with `prefix` and whose process is certainly gone."""
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
+                yield path
+
+
+def _write_archive(file: IO[bytes], locations: Locations, *, files: bool, progress: OnProgress) -> archive.Manifest:
+    """Write the archive to an open file, and return its manifest."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
         studies = opened.enter_context(open_snapshot(*locations.studies))
@@ -229,23 +251,24 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
         if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
             raise StorageError(f"{locations.studies.setting}: no hpsearch tables; give the URL of the studies")
         kept = opened.enter_context(_link_checkpoints(studies.cursor, locations))
-        dumps = {archive.STUDIES_DUMP: studies}
+        snapshots = {archive.STUDIES_DUMP: studies}
         if locations.mlflow is not None:
-            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*locations.mlflow))
+            mlflow = snapshots[archive.MLFLOW_DUMP] = opened.enter_context(open_snapshot(*locations.mlflow))
             if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
                 raise StorageError(
                     f"{locations.mlflow.setting}: the database has no MLflow tables; give the URL of MLflow's database"
                 )
             runs = count_rows(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
             models = count_rows(mlflow.cursor, "registered_models")
-        dumped_by = []
-        for name, each in dumps.items():
+        dumped_by, dumps = [], {}
+        for name, each in snapshots.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
-            dumped_by.append(each.dump(temporary / name).version)
+            dumps[name] = opened.enter_context(tempfile.TemporaryFile(dir=Path(file.name).parent))
+            dumped_by.append(each.dump(dumps[name]).version)
         manifest = archive.Manifest(
             made_at=made_at,
             hpsearch_version=version("hpsearch"),
-            postgres_version=_max_version([each.server_version for each in dumps.values()]),
+            postgres_version=_max_version([each.server_version for each in snapshots.values()]),
             pg_dump_version=_max_version(dumped_by),
             schema=schema,
             optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
@@ -257,10 +280,10 @@ def _write_archive(temporary: Path, locations: Locations, *, files: bool, progre
             models=models,
             files=files and mlflow is not None,
         )
-        with archive.create_archive(temporary / "archive") as writer:
+        with archive.create_archive(file) as writer:
             writer.write_manifest(manifest)
-            for name in dumps:
-                writer.add_file(name, temporary / name)
+            for name, dump in dumps.items():
+                writer.add_open_file(name, dump)
             for name, path in kept:
                 writer.add_file(archive.CHECKPOINTS + name, path)
             if mlflow is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hpsearch.storage.database.connect import convert_statement_errors, has_table, open_cursor
 from hpsearch.storage.database.libpq import check_server_user, is_embedded_postgres
@@ -22,8 +22,17 @@ from hpsearch.storage.urls import normalise_url, redact_password
 _SECRETS = ("password", "sslpassword")
 
 
-def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str | None = None) -> None:
+def run_program(
+    binaries: Binaries, name: str, *arguments: str | Path, url: str | None = None, descriptors: tuple[int, ...] = ()
+) -> None:
     """Run a program of Postgres; if `url` is set, add the arguments that connect the program to this database.
+
+    Args:
+        binaries: Postgres installation.
+        name: name of the program.
+        arguments: arguments of the program.
+        url: URL of a database; None for a program without a connection.
+        descriptors: descriptors of open files that the arguments name.
 
     Raises:
         StorageError: the program failed; the message contains the first error in the program's output.
@@ -40,6 +49,7 @@ def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        pass_fds=descriptors,
         text=True,
         errors="replace",
         check=False,
@@ -113,8 +123,8 @@ class Snapshot:
     name: str
     server_version: str
 
-    def dump(self, path: Path) -> Binaries:
-        """Write a dump of the snapshot to `path`, and return the Postgres installation whose pg_dump was used.
+    def dump(self, file: IO[bytes]) -> Binaries:
+        """Write a dump of the snapshot to an open file, and return the Postgres installation whose pg_dump was used.
 
         Raises:
             StorageError: no installed pg_dump is as new as the server, or pg_dump fails.
@@ -124,8 +134,10 @@ class Snapshot:
             programs,
             "pg_dump",
             *("--format=custom", "--no-owner", "--no-privileges", "--no-blobs"),  # any role can create large objects
-            *(f"--snapshot={self.name}", f"--file={path}"),
+            # Not stdout, to which pg_dump only appends: it writes the table of contents twice.
+            *(f"--snapshot={self.name}", f"--file=/dev/fd/{file.fileno()}"),
             url=self.url,
+            descriptors=(file.fileno(),),
         )
         return programs
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tarfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,12 +263,36 @@ def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_
         with pytest.raises(StorageError, match=said):
             make(tmp_path / name, owner_url, home, force=True)
     old, young, other = (tmp_path / f".b.tar-{name}" for name in ("hpsearch-old", "hpsearch-young", "of-the-user"))
-    for folder in (old, young, other):
-        folder.mkdir()
-    os.utime(old, (0, 0))
-    os.utime(other, (0, 0))
+    for left in (old, young, other):
+        left.touch()
+    folder = tmp_path / ".b.tar-hpsearch-folder"  # another user can give this name to a folder of the owner
+    folder.mkdir()
+    for left in (old, other, folder):
+        os.utime(left, (0, 0))
     make(tmp_path / "b.tar", owner_url, home)
-    assert (old.exists(), young.exists(), other.exists()) == (False, True, True)
+    assert [left.exists() for left in (old, young, other, folder)] == [False, True, True, True]
+    assert (tmp_path / "b.tar").stat().st_mode & 0o777 == 0o600, "it holds users' data"
+
+
+def test_others_with_access_to_the_folder_cannot_redirect_a_backup(owner_url: str, tmp_path: Path, home: str) -> None:
+    folder, secret = tmp_path / "team", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("kept")
+
+    def replace_entries(_line: str) -> None:  # as another user can who has write permission for the folder
+        for path in folder.iterdir():
+            path.rename(tmp_path / uuid.uuid4().hex)
+            path.symlink_to(secret)
+
+    backup(
+        folder / "b.tar",
+        owner_url=owner_url,
+        home=home,
+        studies_only=True,
+        dashboard=DASHBOARD_COMMAND,
+        progress=replace_entries,
+    )
+    assert secret.read_text() == "kept"
 
 
 def test_a_backup_on_a_full_disk_names_the_remedy_and_leaves_no_file(

@@ -84,7 +84,7 @@ def make_backup(
     home = str(file.with_name("attacker"))
     backup(honest, owner_url=owner_url, studies_only=True, home=home, dashboard=DASHBOARD_COMMAND)
     folder.mkdir()
-    with ArchiveReader.open(honest) as reader, create_archive(file) as writer:
+    with ArchiveReader.open(honest) as reader, file.open("wb") as tar, create_archive(tar) as writer:
         reader.unpack(folder, progress=lambda _: None)
         change(folder / STUDIES_DUMP)
         writer.write_manifest(reader.manifest)
@@ -307,8 +307,8 @@ def test_only_rows_of_a_dump_of_mlflow_are_restored(
         CREATE TRIGGER run BEFORE UPDATE ON runs FOR EACH ROW EXECUTE FUNCTION run();
         """,
     )
-    with open_snapshot(empty_database_url, "the test") as snapshot:
-        programs = snapshot.dump(tmp_path / "dump")
+    with open_snapshot(empty_database_url, "the test") as snapshot, (tmp_path / "dump").open("wb") as dump:
+        programs = snapshot.dump(dump)
     target = postgres_server.url(other, user=OWNER)
     left_out = restore_rows(
         tmp_path / "dump",
