@@ -91,7 +91,7 @@ class IndexEntry:
 class _FixedSizeReader:
     """Reader and hash of exactly `size` bytes of a file, even if the file shrinks: missing bytes are read as zeros."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: IO[bytes], size: int) -> None:
         self._file, self._remaining = file, size
         self.hash = hashlib.sha256()
 

@@ -90,6 +90,10 @@ def _split(location: str) -> SplitResult:
     """
     if "?" in location or "#" in location:
         raise LocationRejectedError(f"artifact location {location} contains '?' or '#'; move the artifacts")
+    return _parse(location)
+
+
+def _parse(location: str) -> SplitResult:
     try:
         return urlsplit(location)
     except ValueError:  # an invalid host
@@ -115,7 +119,9 @@ def check_location(location: str, uri: str) -> None:
     if not is_trusted_uri(uri):
         check_removable(location, uri)
         return
-    parts = _split(location) if location.startswith(tuple(f"{scheme}:" for scheme in _SCHEMES)) else urlsplit("")
+    parts = _parse(location)  # in lower case and without spaces before it, as MLflow reads the scheme
+    if parts.scheme in _SCHEMES:
+        parts = _split(location)
     if parts.scheme in _PROXIED and not _is_at_server(parts, uri) and (source := find_credentials()) is not None:
         raise LocationRejectedError(
             f"artifact location {location} is on another server than {uri}, so the credentials in {source} are not "

@@ -262,6 +262,6 @@ def test_a_replacement_in_a_shared_folder_never_changes_the_target_of_a_link(tmp
     with replacement(tmp_path / "table") as file:
         (temporary,) = tmp_path.glob(".*.tmp")
         temporary.unlink()
-        temporary.symlink_to(secret)  # as another user can who has write permission for the folder
+        temporary.symlink_to(secret)  # as another user with write permission for the folder can
         file.write(b"new")
     assert (secret.stat().st_mode & 0o777, secret.read_bytes()) == (0o600, b"")

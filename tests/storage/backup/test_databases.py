@@ -279,7 +279,7 @@ def test_others_with_access_to_the_folder_cannot_redirect_a_backup(owner_url: st
     folder.mkdir()
     secret.write_text("kept")
 
-    def replace_entries(_line: str) -> None:  # as another user can who has write permission for the folder
+    def replace_entries(_line: str) -> None:  # as another user with write permission for the folder can
         for path in folder.iterdir():
             path.rename(tmp_path / uuid.uuid4().hex)
             path.symlink_to(secret)

@@ -156,7 +156,7 @@ def test_credentials_are_sent_to_the_configured_server_only(
         fault = "is on another server .* so the credentials in MLFLOW_TRACKING_TOKEN are not sent"
     else:
         fault = "is not a remote store"
-    for location in (other, "mlflow-artifacts:////127.0.0.1:8/1/a", "http://127.0.0.1:8/a"):
+    for location in (other, "mlflow-artifacts:////127.0.0.1:8/1/a", "http://127.0.0.1:8/a", " HTTP://127.0.0.1:8/a"):
         with pytest.raises(StorageError, match=fault):
             get_artifact_repository(location, tracking_uri=tracking.uri)
     assert get_artifact_repository("mlflow-artifacts:/1/a", tracking_uri=tracking.uri)
