@@ -12,26 +12,42 @@ from typing import Any
 import hpsearch
 from docs.tools.markdown import paragraphs, safe
 from docs.tools.settings import describe
+from hpsearch.search.api.opening import StudyRow
+from hpsearch.search.finalists.table import FinalistRow, Finalists
+from hpsearch.search.finalists.winner import ExpectedScore
+from hpsearch.search.promotion.promote import PromotionResult
+from hpsearch.search.run.sync import SyncResult
 from hpsearch.search.spec.spec import Settings
+from hpsearch.search.study.control import BudgetChange
+from hpsearch.search.study.summary import Summary
 from hpsearch.search.worker.options import FleetWorkerOptions
 from hpsearch.storage.urls import Addresses
 
 KEYWORDS: dict[str, Any] = {f"Unpack[{keys.__name__}]": keys for keys in (Settings, FleetWorkerOptions, Addresses)}
 
 
+RESULTS = (BudgetChange, ExpectedScore, FinalistRow, Finalists, PromotionResult, StudyRow, Summary, SyncResult)
+_RESULTS_INTRO = "## Results\n\nFunctions and methods above return these classes, which `hpsearch` does not export.\n"
+
+
 def api() -> str:
-    """Return the reference of every public name, from its docstring."""
+    """Return the reference of every public name and of the classes of results, from their docstrings."""
     intro = paragraphs(inspect.getdoc(hpsearch) or "") + "\n"
     names = sorted(hpsearch.__all__, key=str.lower)
-    return "\n".join([intro, *(_member(name, getattr(hpsearch, name), level=2) for name in names)])
+    exported = [_member(name, getattr(hpsearch, name), level=2) for name in names]
+    results = [_member(cls.__name__, cls, level=3) for cls in RESULTS]
+    return "\n".join([intro, *exported, _RESULTS_INTRO, *results])
 
 
 def _member(name: str, thing: Any, level: int) -> str:
     head = "#" * level
-    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+    if isinstance(thing, Mapping):
         items = "".join(f"    {json.dumps(key)}: {json.dumps(value)},\n" for key, value in thing.items())
         return f"{head} {name}\n\n```python\n{name} = {{\n{items}}}\n```\n"
-    parts = [f"{head} {name}\n", f"```python\n{_signature(name, thing)}\n```\n"]
+    signature = _signature(name, thing)
+    if isinstance(thing, property):
+        signature = f"{name}: {inspect.signature(thing.fget).return_annotation}"
+    parts = [f"{head} {name}\n", f"```python\n{signature}\n```\n"]
     if (doc := _own_doc(thing)) is not None:
         parts.append(_docstring(doc, _keywords(thing)) + "\n")
     if inspect.isclass(thing):
@@ -48,14 +64,13 @@ def _own_doc(thing: Any) -> str | None:
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods with a docstring that a class or its base classes in hpsearch define."""
-    for base in reversed(cls.__mro__):
-        if base.__module__.partition(".")[0] != "hpsearch":
-            continue
-        for name, member in vars(base).items():
-            found = member.fget if isinstance(member, property) else getattr(cls, name, member)
-            if not name.startswith("_") and inspect.isroutine(found) and inspect.getdoc(found):
-                yield name, found
+    """Yield the public methods and properties with a docstring that a class or its base classes in hpsearch define."""
+    own = [base for base in reversed(cls.__mro__) if base.__module__.partition(".")[0] == "hpsearch"]
+    for name in dict.fromkeys(name for base in own for name in vars(base)):
+        member = getattr(cls, name)
+        is_member = isinstance(member, property) or inspect.isroutine(member)
+        if not name.startswith("_") and is_member and inspect.getdoc(member):
+            yield name, member
 
 
 def _signature(name: str, thing: Any) -> str:

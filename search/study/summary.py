@@ -89,19 +89,30 @@ def format_rungs(study: StoredStudy) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a study: counts of trials, the best trials, and the epochs that pruning saved."""
+    """Summary of a study: numbers of trials, the best trials, and the epochs that pruning saved.
+
+    Attributes:
+        complete, pruned, failed, running, waiting: numbers of trials by state.
+        infeasible: number of trials that diverged or ran out of memory. Optuna's state is PRUNED, but `pruned` does not
+            count them.
+        front: trials on the Pareto front; in a single-objective study, the best trial.
+        out_of_bounds: number of COMPLETE trials that violate a constraint.
+        epochs_run: number of trained epochs.
+        epochs_saved: number of epochs that were not trained because of pruning; 0 without a limit of trials.
+        untracked: number of trials that are not completely in MLflow.
+    """
 
     complete: int
     pruned: int
-    infeasible: int  # trials that diverged or ran out of memory: PRUNED in Optuna, but not counted in `pruned`
+    infeasible: int
     failed: int
     running: int
     waiting: int
-    front: tuple[FrozenTrial, ...] = field(repr=False)  # in a single-objective study, the best trial
-    out_of_bounds: int  # COMPLETE trials that violate a constraint
+    front: tuple[FrozenTrial, ...] = field(repr=False)
+    out_of_bounds: int
     epochs_run: int
-    epochs_saved: int  # 0 without a limit of trials
-    untracked: int  # trials that are not completely in MLflow
+    epochs_saved: int
+    untracked: int
 
     @property
     def best(self) -> FrozenTrial | None:

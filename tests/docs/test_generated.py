@@ -1,7 +1,10 @@
 """The generated parts of the pages are up to date."""
 
+import re
+from collections import Counter
+
 from docs.packages import PACKAGES, ROOT, find_package_imports
-from docs.tools.api import _docstring, _signature
+from docs.tools.api import _docstring, _signature, api
 from docs.tools.generate import PAGES, generated, outputs
 from docs.tools.markdown import table
 from docs.tools.picture import remove_implied_arrows
@@ -62,3 +65,9 @@ def test_a_long_signature_has_a_line_for_each_parameter() -> None:
         "    longer_than_all_the_others: str = '',",
         ") -> int",
     ]
+
+
+def test_the_reference_has_every_member_once_and_properties_without_parentheses() -> None:
+    headings = re.findall(r"^#+ (.+)$", text := api(), re.M)
+    assert [name for name, count in Counter(headings).items() if count > 1] == []
+    assert "\nFitResult.best_value: float\n" in text

@@ -95,7 +95,7 @@ def _describe_smoke_test(folder: Path) -> list[str]:
         smoke = json.loads((folder / "smoke.json").read_text())
         first, last, passed = smoke["losses"][0], smoke["losses"][-1], smoke["passed"]
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return ["Not run; `hpsearch smoke` overfits one batch."]
+        return ["Not run in this folder. The smoke test of `hpsearch run` is in the report of the study."]
     verdict = "passed" if passed else "FAILED: find the cause before you use this model"
     return [f"One batch of {smoke['samples']} samples: loss {first:.4g} -> {last:.4g}, {verdict}."]
 
@@ -128,7 +128,10 @@ def _compare_splits(run: Run, result: FitResult, objective: Objective) -> list[s
 
 
 def _list_checkpoints(result: FitResult) -> list[str]:
-    named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
+    named = (
+        ("best, for promotion", result.best_path),
+        ("last, for resuming; deleted when a trial is complete", result.last_path),
+    )
     return [f"- {name}: `{path}`" for name, path in named if path] or [
         "None in this folder; a trial of a study writes them to the study's checkpoint store."
     ]

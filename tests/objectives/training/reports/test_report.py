@@ -238,7 +238,7 @@ def test_a_jump_of_the_loss_is_reported(objective_with, tmp_path):
 @pytest.mark.slow
 def test_the_report_quotes_the_smoke_test(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
-    assert "Not run; `hpsearch smoke` overfits one batch." in before
+    assert "Not run in this folder." in before
     run_smoke_test(wine).write(tmp_path / "b")
     _, after = _report(wine, tmp_path / "b")
     assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
@@ -252,7 +252,7 @@ def test_the_report_quotes_the_smoke_test(wine, tmp_path):
 def test_the_report_names_the_checkpoints(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert f"- best, for promotion: `{tmp_path / 'best.pt'}`" in text
-    assert f"- last, for resuming: `{tmp_path / 'last.pt'}`" in text
+    assert f"- last, for resuming; deleted when a trial is complete: `{tmp_path / 'last.pt'}`" in text
 
 
 def test_the_gradient_flow_is_plotted_from_the_logged_steps(wine, tmp_path):
