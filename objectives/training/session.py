@@ -181,7 +181,7 @@ class LocalSession:
     """Session with checkpoints in a directory: `last.pt`, its predecessors, and `best.pt`. It never stops a run.
 
     Args:
-        run_dir: the directory.
+        run_dir: the directory, which only this user may be able to change.
         keep: number of checkpoints to keep for resuming, including `last.pt`. With two or more, a run can resume if
             one file is truncated.
         interval: minimum seconds between checkpoints, for short epochs. The last epoch is always saved. A killed run

@@ -125,8 +125,8 @@ class Trainer(BaseTrainer):
             from 0, as population-based training finds them. Only parameters may differ with which the model and the
             optimizer keep the names and shapes of their state. None trains all epochs with `config`.
         session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
-        run_dir: directory for configuration, log, metrics and plots. None uses the directory of the session, or writes
-            no files if there is no session.
+        run_dir: directory for configuration, log, metrics and plots, which only this user may be able to change. None
+            uses the directory of the session, or writes no files if there is no session.
         device: device name, such as "cpu" or "cuda:1"; None uses a GPU if available.
         instruments: profiler and TensorBoard, which do not change the run.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets as random
@@ -18,6 +17,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import SERVICES_SECTION, echo, register
+from hpsearch.storage.files import write_private
 
 if TYPE_CHECKING:
     from hpsearch.storage.backup.archive import Manifest
@@ -299,17 +299,38 @@ SECRET_NAMES = (
 def secrets() -> None:
     """Print a .env file of random passwords for Docker Compose.
 
-    If the output is redirected to a file, the file becomes private (mode 0600).
+    If the output is redirected to a file, the file is replaced by a private one (mode 0600).
+    """
+    text = "".join(f"{name}={random.token_urlsafe(24)}\n" for name in SECRET_NAMES)
+    if (file := _find_shared_output()) is None:
+        echo(text, nl=False)
+    else:  # another user may have opened the file already, so nothing is written to it
+        write_private(file, file.read_text() + text)
+
+
+def _find_shared_output() -> Path | None:
+    """Return the regular file to which the output is redirected; None if there is none, or only its owner can read it.
+
+    Raises:
+        SearchError: the file belongs to another user, or its path is unknown.
     """
     from hpsearch.search.errors import SearchError
 
-    with contextlib.suppress(OSError, ValueError):  # not a file
+    try:
         status = os.fstat(sys.stdout.fileno())
-        if stat.S_ISREG(status.st_mode):
-            if status.st_uid not in (0, os.geteuid()):
-                raise SearchError(
-                    f"the output file belongs to uid {status.st_uid}, who could read it; use another file"
-                )
-            os.fchmod(sys.stdout.fileno(), 0o600)
-    for name in SECRET_NAMES:
-        echo(f"{name}={random.token_urlsafe(24)}")
+    except (OSError, ValueError):  # not a file
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    if status.st_uid not in (0, os.geteuid()):
+        raise SearchError(f"the output file belongs to uid {status.st_uid}, who could read it; use another file")
+    if not status.st_mode & 0o077:
+        return None
+    try:
+        file = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
+        is_same = os.path.samestat(file.lstat(), status)
+    except OSError:  # deleted meanwhile, or no Linux
+        is_same = False
+    if not is_same:
+        raise SearchError("other users can read the output file; run umask 077 first, and write to a new file")
+    return file

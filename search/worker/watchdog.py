@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpsearch.search.errors import SearchError
 from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ class Watchdog:
         stall_factor: the worker is considered stalled if there is no progress for this multiple of the attempt's
             longest pause. None disables the check.
         end_timeout: seconds that a step of the end of a trial, such as the export of its model, may take.
+
+    Raises:
+        SearchError: the heartbeat file is a link.
     """
 
     def __init__(self, heartbeat: Path | None, *, stall_factor: float | None, end_timeout: float) -> None:
@@ -43,6 +47,8 @@ class Watchdog:
         self._limited: tuple[str, float] | None = None  # a step with a limit of time, and its end
         if heartbeat is not None:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
+            if heartbeat.is_symlink():
+                raise SearchError(f"--heartbeat {str(heartbeat)!r} is a link, which is not followed; give another file")
 
     def beat(self) -> None:
         """Record that the worker has made progress."""
@@ -53,7 +59,7 @@ class Watchdog:
         self._last = now
         if self._file is not None and now - self._touched_at >= _TOUCH_INTERVAL_SECONDS:
             self._touched_at = now
-            self._file.touch()
+            _touch(self._file)
 
     def watch(self, release: Callable[[], None]) -> None:
         """Start monitoring an attempt.
@@ -121,3 +127,12 @@ class Watchdog:
                 release()
         finally:
             os._exit(EXIT_UNAVAILABLE)
+
+
+def _touch(file: Path) -> None:
+    """Set the times of a file to now, and create it if it is missing; a link of another user is not followed."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)

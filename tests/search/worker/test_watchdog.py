@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from hpsearch.search.errors import SearchError
+from hpsearch.search.worker.watchdog import Watchdog
 
 _HANGS = """
 import sys, threading
@@ -44,3 +50,13 @@ def test_a_worker_without_its_fleet_ends_in_the_middle_of_a_long_epoch() -> None
     ended = subprocess.run([sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (1, "released\n")
     assert "has ended, and no step ended within 0.5 s; releasing the trial and exiting" in ended.stderr
+
+
+def test_a_heartbeat_follows_no_link(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path / "new" / "alive", stall_factor=None, end_timeout=60)
+    watchdog.beat()
+    assert (tmp_path / "new" / "alive").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "created")
+    with pytest.raises(SearchError, match="is a link, which is not followed; give another file"):
+        Watchdog(tmp_path / "link", stall_factor=None, end_timeout=60)
+    assert not (tmp_path / "created").exists()
