@@ -155,8 +155,8 @@ def print_job_file(
 ) -> None:
     """Print the job file that starts workers of a study under Slurm, Kubernetes, Ray or systemd.
 
-    The file is the input of sbatch, `kubectl apply -f -` or `python -`, or a systemd unit. The command starts nothing.
-    It rejects a --storage-url with a password, so that no password is printed.
+    The file is the input of sbatch, `kubectl apply -f -` or `python -P -`, or a systemd unit. The command starts
+    nothing. It rejects a --storage-url with a password, so that no password is printed.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest

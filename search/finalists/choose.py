@@ -22,7 +22,7 @@ from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
 from hpsearch.search.study.control import count_running, find_trial
 from hpsearch.search.study.create import get_study_directions, set_metric_names
-from hpsearch.search.study.ranking import get_first_value, is_feasible, rank_trials
+from hpsearch.search.study.ranking import get_first_value, get_schedule, is_feasible, rank_trials
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
@@ -118,8 +118,7 @@ def _get_schedule(trial: FrozenTrial, epochs: int | None = None) -> dict[str, An
         trial: trial of the search.
         epochs: number of epochs that the other runs train; None if they train all.
     """
-    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
-    if schedule is None:
+    if (schedule := get_schedule(trial)) is None:
         return {}
     return {CONFIG_SCHEDULE: [part for part in schedule if epochs is None or part["epoch"] < epochs]}
 

@@ -16,10 +16,10 @@ from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.table import to_record
 from hpsearch.search.finalists.winner import COVERAGE
-from hpsearch.search.study.ranking import get_first_value, get_last_params
+from hpsearch.search.study.ranking import get_first_value, get_last_params, get_schedule
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.search.study.summary import format_value
-from hpsearch.storage.attributes import ATTEMPT, CONFIG_SCHEDULE, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
@@ -206,7 +206,7 @@ def gather_evidence(
         value=get_first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
         params=get_last_params(trial),
-        config_schedule=trial.user_attrs.get(CONFIG_SCHEDULE),
+        config_schedule=get_schedule(trial),
         config=resolved.get("config"),
         seed=resolved.get("seed"),
         git_sha=environment.get("git_sha"),

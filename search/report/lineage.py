@@ -8,8 +8,8 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from hpsearch.search.pruners.pbt import PBT
+from hpsearch.search.study.ranking import get_schedule
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import CONFIG_SCHEDULE
 from hpsearch.storage.rungs.generations import read_generations
 
 # In units of the drawing, which fills the width of the page.
@@ -47,7 +47,7 @@ def make_lineage(study: StoredStudy, best: FrozenTrial | None) -> dict[str, Any]
     chosen = None if best is None else best.number
     lines = [("complete", f"M{x(0)},{y(t.number)} H{x(len(t.intermediate_values))}") for t in trials]
     lines += [("", join(*copy)) for copy in copies]
-    parts = [] if best is None else best.user_attrs.get(CONFIG_SCHEDULE) or [{"epoch": 0, "trial": best.number}]
+    parts = [] if best is None else get_schedule(best) or [{"epoch": 0, "trial": best.number}]
     for part, after in pairwise([*parts, {"epoch": epochs, "trial": None}]):
         end = x(after["epoch"]) - (0 if after["trial"] is None else _BEND)
         lines.append(("best", f"M{x(part['epoch'])},{y(part['trial'])} H{end}"))

@@ -14,6 +14,7 @@ from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, for
 from hpsearch.search.report.show import forecast_trials, format_promotions
 from hpsearch.search.report.trials import find_waiting_reasons, format_state
 from hpsearch.search.study.control import find_trial
+from hpsearch.search.study.ranking import get_schedule
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     compute_run_seconds,
@@ -23,7 +24,7 @@ from hpsearch.search.study.summary import (
     format_values,
     list_violations,
 )
-from hpsearch.storage.attributes import CONFIG_SCHEDULE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, AttemptRecord, read_attempts, read_epoch_values
 
@@ -38,7 +39,7 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     console.print(f"trial {number} of study {study.spec.name}: {format_state(trial)}", style="bold")
     for name, value in _list_facts(study, trial):
         console.print(f"{name:>9}  {value}")
-    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
+    schedule = get_schedule(trial)
     title = "parameters" if schedule is None else "parameters at the start"
     _print_section(console, title, _make_parameter_table(trial))
     if schedule is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import CONFIG_SCHEDULE, VIOLATIONS
 from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.fronts import to_losses
@@ -46,9 +47,30 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
     return number in sort_best_first({**others, number: value}, maximize=maximize)[:top]
 
 
+def get_schedule(trial: FrozenTrial) -> list[dict[str, Any]] | None:
+    """Return the configurations of a trial as population-based training changed them; None if it did not.
+
+    Each entry has the first epoch (0-based), the number of the trial that trained from it on, and the parameters.
+
+    Raises:
+        SearchError: the stored schedule is damaged.
+    """
+    schedule: list[dict[str, Any]] | None = trial.user_attrs.get(CONFIG_SCHEDULE)
+    if schedule is None:
+        return None
+    kinds = {"epoch": int, "trial": int, "params": dict}
+    is_valid = isinstance(schedule, list) and all(
+        isinstance(part, dict) and all(type(part.get(name)) is kind for name, kind in kinds.items())
+        for part in schedule
+    )
+    if not is_valid or not schedule or schedule[0]["epoch"] != 0:
+        raise SearchError(f"the attribute {CONFIG_SCHEDULE!r} of trial {trial.number} is damaged; restore a backup")
+    return schedule
+
+
 def get_last_params(trial: FrozenTrial) -> dict[str, Any]:
     """Return the parameters of a trial's last epoch, which population-based training may have changed."""
-    schedule = trial.user_attrs.get(CONFIG_SCHEDULE)
+    schedule = get_schedule(trial)
     return dict(trial.params if schedule is None else schedule[-1]["params"])
 
 

@@ -26,12 +26,12 @@ from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
 from hpsearch.search.study.device_summary import summarize_throughput
 from hpsearch.search.study.folders import open_attempt_dir, remove_earlier_attempts
+from hpsearch.search.study.ranking import get_schedule
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.trial_session import TrialSession, measure_violations
 from hpsearch.storage.attributes import (
-    CONFIG_SCHEDULE,
     FOLDS_ERROR,
     INFEASIBLE,
     PRUNING,
@@ -154,8 +154,7 @@ class Attempt:
             refit=spec.refit,
             folds=spec.folds,
         )
-        schedule = context.storage.get_trial(self._claim.trial_id).user_attrs.get(CONFIG_SCHEDULE)
-        if schedule is not None:
+        if (schedule := get_schedule(context.storage.get_trial(self._claim.trial_id))) is not None:
             configs = {part["epoch"]: context.objective.configure(FixedTrial(part["params"])) for part in schedule}
             config, plan = configs[0], replace(plan, config_by_epoch=configs)
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)

@@ -67,7 +67,8 @@ def granted(service: dict[str, Any]) -> set[str]:
 def require_hardened(name: str, service: dict[str, Any]) -> None:
     """Check that a service has no rights that it does not need, and cannot exhaust the machine."""
     assert service["cap_drop"] == ["ALL"], name
-    added = {"proxy": {"NET_BIND_SERVICE"}, "postgres": {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}}
+    bind = {"NET_BIND_SERVICE"}
+    added = {"proxy": bind, "s3": bind, "postgres": {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}}
     assert set(service.get("cap_add", [])) <= added.get(name, set()), name
     assert service["security_opt"] == ["no-new-privileges:true"], name
     assert int(service["mem_limit"]) > 0, name

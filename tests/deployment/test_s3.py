@@ -2,14 +2,21 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import threading
+import urllib.request
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.deployment.machine import REQUIRED, ROOT, Machine, compose, free_port, granted, require_hardened, tool
+from tests.waiting import wait_for
+from tests.web import answers
 
 FILES = ("docker-compose.yml", "docker-compose.s3.yml")
 KEYS = ("HPSEARCH_S3_SECRET", "HPSEARCH_S3_ARTIFACTS_SECRET", "HPSEARCH_S3_CHECKPOINTS_SECRET")
@@ -28,7 +35,7 @@ def test_services_wait_for_the_object_store() -> None:
     assert not [name for name, value in given.items() if value in json.dumps(model)]
     without = compose(**given)["services"]
     services = model["services"]
-    assert set(services) - set(without) == {"s3", "bucket"}
+    assert set(services) - set(without) == {"seaweedfs", "s3", "bucket"}
     assert services["bucket"]["image"] == services["worker"]["image"]
     assert services["bucket"]["build"] == services["worker"]["build"], "one image of one build"
     users = {"mlflow", "study", "worker"}
@@ -36,7 +43,7 @@ def test_services_wait_for_the_object_store() -> None:
     assert {
         name: granted(service) & set(KEYS) for name, service in services.items() if granted(service) & set(KEYS)
     } == {
-        "s3": set(KEYS),
+        "seaweedfs": set(KEYS),
         "bucket": {admin},
         "mlflow": {artifacts},
         "study": {checkpoints},
@@ -44,8 +51,11 @@ def test_services_wait_for_the_object_store() -> None:
     }
     reach = {name for name, service in services.items() if "store" in service["networks"]}
     assert reach == {"s3", "bucket", *users}, "only they reach the store"
+    of_seaweedfs = {name for name, service in services.items() if "seaweedfs" in service["networks"]}
+    assert of_seaweedfs == {"seaweedfs", "s3"}, "its other ports need no key"
     assert model["networks"]["store"]["internal"]
-    for name in ("s3", "bucket"):
+    assert model["networks"]["seaweedfs"]["internal"]
+    for name in ("seaweedfs", "s3", "bucket"):
         require_hardened(name, services[name])
     for name in users:
         assert set(without[name]["depends_on"]) < set(services[name]["depends_on"])
@@ -53,12 +63,12 @@ def test_services_wait_for_the_object_store() -> None:
         assert services[name]["command"] == without[name]["command"]
         assert granted(without[name]) < granted(services[name])
     assert services["worker"]["environment"] == services["study"]["environment"]
-    assert "ports" not in services["s3"]
+    assert not [name for name in ("seaweedfs", "s3") if "ports" in services[name]]
 
 
 def test_the_keys_of_the_store_are_limited_to_their_folders(tmp_path: Path) -> None:
     """Run the first lines of the store's command, which write its identities."""
-    service = compose(*FILES, **{name: f"{name}-value" for name in SECRETS})["services"]["s3"]
+    service = compose(*FILES, **{name: f"{name}-value" for name in SECRETS})["services"]["seaweedfs"]
     for name in KEYS:
         (tmp_path / name).write_text(f"{name}-value\n")
     script = service["command"][0].split("exec weed")[0].replace("/run/secrets", str(tmp_path))
@@ -69,6 +79,39 @@ def test_the_keys_of_the_store_are_limited_to_their_folders(tmp_path: Path) -> N
         assert identity["credentials"][0]["accessKey"] == f"hpsearch-{folder}"
         assert {action.partition(":")[2] for action in identity["actions"]} == {"hpsearch", f"hpsearch/{folder}/*"}
         assert "List:hpsearch" in identity["actions"]
+
+
+@pytest.mark.skipif(shutil.which("caddy") is None, reason="Caddy is not installed")
+def test_the_gateway_keeps_the_host_that_a_client_has_signed(tmp_path: Path) -> None:
+    received: list[Message] = []
+
+    class Store(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            received.append(self.headers)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = free_port()
+        content = compose(*FILES, **dict.fromkeys(SECRETS, "x"))["configs"]["s3-caddyfile"]["content"]
+        content = content.replace("http://seaweedfs:8333", f"http://127.0.0.1:{server.server_port}")
+        (tmp_path / "Caddyfile").write_text(content.replace("http://:8333", f"http://:{port}"))
+        caddy = subprocess.Popen(["caddy", "run", "--config", tmp_path / "Caddyfile", "--adapter", "caddyfile"])
+        try:
+            wait_for(lambda: answers(port), "Caddy")
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/b/k", b"body", {"Host": "s3:8333"}, method="PUT")
+            with urllib.request.urlopen(request) as response:
+                assert response.status == 200
+        finally:
+            caddy.kill()
+            caddy.wait()
+            server.shutdown()
+    (headers,) = received
+    assert headers["Host"] == "s3:8333"
+    assert not [name for name in headers if name.lower().startswith("x-forwarded")]
 
 
 @pytest.mark.parametrize("missing", KEYS)

@@ -6,6 +6,10 @@ What a real Ray makes of it is in test_ray_engine.py.
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +47,18 @@ def test_the_arguments_of_each_worker(gpus: float, found: float) -> None:
     assert "range(7)" in program
     assert "grace=85" in program
     assert "timeout=90" in program
+
+
+def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
+    """`python -` searches it before its own modules, and another user may own it."""
+    (tmp_path / "ray.py").write_text("import pathlib; pathlib.Path('imported').touch()")
+    command: dict[str, Any] = {"cwd": tmp_path, "input": text(engine="ray"), "capture_output": True, "text": True}
+    unsafe = subprocess.run([sys.executable, "-"], check=False, **command)
+    assert (unsafe.returncode, unsafe.stdout) == (1, "")
+    assert unsafe.stderr.startswith("hpsearch: pipe the program into python -P -")
+    command["env"] = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}  # no cluster, if Ray is installed
+    subprocess.run([sys.executable, "-P", "-"], check=False, **command)
+    assert not (tmp_path / "imported").exists()
 
 
 def test_values_are_passed_unchanged() -> None:

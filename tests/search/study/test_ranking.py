@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from optuna.trial import FrozenTrial, create_trial
 
-from hpsearch.search.study.ranking import find_pareto_front, is_among_best, is_on_front, rank_trials, sort_best_first
-from hpsearch.storage.attributes import VIOLATIONS
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.ranking import (
+    find_pareto_front,
+    get_schedule,
+    is_among_best,
+    is_on_front,
+    rank_trials,
+    sort_best_first,
+)
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, VIOLATIONS
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -64,3 +73,20 @@ def test_a_trial_gets_a_model_if_it_ends_on_the_pareto_front() -> None:
     assert is_on_front([0.5, 5.0], others, maximize), "equal values do not dominate each other"
     assert not is_on_front([0.4, 5.0], others, maximize)
     assert is_on_front([0.1, 99.0], [], maximize)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "text",
+        [],
+        [{"epoch": 0, "trial": "0", "params": {}}],
+        [{"epoch": 0, "trial": 0}],
+        [{"epoch": 1, "trial": 0, "params": {}}],
+        [{"epoch": True, "trial": 0, "params": {}}],
+    ],
+)
+def test_a_damaged_schedule_is_an_error(schedule: Any) -> None:
+    trial = create_trial(value=1.0, user_attrs={CONFIG_SCHEDULE: schedule})
+    with pytest.raises(SearchError, match=r"'hpsearch:config_schedule' of trial .* is damaged"):
+        get_schedule(trial)

@@ -211,6 +211,21 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path, replaced: str) -
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_link_of_another_user_in_place_of_the_studys_folder_is_not_followed(
+    post: Post, root: Path, tmp_path: Path
+) -> None:
+    private = tmp_path / "private"
+    for folder in (root, private):
+        folder.mkdir()
+    (root / post.study).symlink_to(private)
+    os.chown(root / post.study, 65534, -1, follow_symlinks=False)
+    log(journal := post.open(), [0])
+    with pytest.raises(OSError, match="is a link of another user"):
+        post.consume(reader_of(post, root), journal)
+    assert list(private.iterdir()) == []
+
+
 def test_a_retried_trial_has_its_final_outcome(post: Post, root: Path) -> None:
     first = post.open()
     log(first, [0], end=Outcome.FAILED)
