@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from hpsearch.storage.mlflow.client import Tracking, sanitize_name
 from hpsearch.storage.mlflow.tag_names import REASON, STATE
 
 _TAG_PREFIX = "mlflow.sharedViewState."
+_MAX_CHARACTERS = 20_000  # of a tag of an experiment
 
 
 def get_view_url(run_url: str, parent: str) -> str | None:
@@ -38,7 +40,7 @@ def share_view(
     order_by_tag: str | None = None,
     is_ascending: bool = False,
 ) -> None:
-    """Store the view of a study. Repeated calls replace the view.
+    """Store the view of a study. Repeated calls replace the view. With thousands of parameters, some are left out.
 
     Args:
         tracking: the tracking server.
@@ -49,9 +51,9 @@ def share_view(
         order_by_tag: the name of the tag by which the runs are ordered; None for the first metric.
         is_ascending: whether the lowest value is first.
     """
-    names = {"metrics": metrics, "params": params, "tags": (*tags, STATE, REASON)}
+    names = {"metrics": metrics, "tags": (*tags, STATE, REASON), "params": params}
     columns = [f"{kind}.`{sanitize_name(name)}`" for kind, group in names.items() for name in group]
-    view = {
+    view: dict[str, Any] = {
         "searchFilter": f"tags.`mlflow.parentRunId` = '{parent}'",
         "orderByKey": columns[0] if order_by_tag is None else f"tags.`{order_by_tag}`",
         "orderByAsc": is_ascending,
@@ -61,4 +63,6 @@ def share_view(
         "modelVersionFilter": "All Runs",
         "selectedColumns": ["attributes.`Duration`", *columns],
     }
-    tracking.client.set_experiment_tag(tracking.experiment_id, f"{_TAG_PREFIX}{parent}", json.dumps(view))
+    while len(value := json.dumps(view)) > _MAX_CHARACTERS:
+        view["selectedColumns"] = view["selectedColumns"][: len(view["selectedColumns"]) // 2]
+    tracking.client.set_experiment_tag(tracking.experiment_id, f"{_TAG_PREFIX}{parent}", value)

@@ -13,6 +13,7 @@ from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import LockLostError, study_lock
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.runs_view import share_view
 from tests.search.promotion.support import Tracked
 
 
@@ -81,3 +82,10 @@ def test_the_result_of_a_study_has_a_course_a_description_and_a_view(own_tracked
     assert {run.info.run_id for run in shown} == {own_tracked.run_of(t.number) for t in own_tracked.stored.trials()}
     assert view["orderByKey"] == "metrics.`best_val_accuracy`"
     assert not view["orderByAsc"]
+
+
+def test_the_view_of_thousands_of_parameters_fits_into_a_tag(tracking: Tracking) -> None:
+    share_view(tracking, "f" * 32, metrics=["best_val_loss"], params=[f"width_{number}" for number in range(2000)])
+    tags = tracking.client.get_experiment(tracking.experiment_id).tags
+    columns = json.loads(tags[f"mlflow.sharedViewState.{'f' * 32}"])["selectedColumns"]
+    assert {"attributes.`Duration`", "metrics.`best_val_loss`", "params.`width_0`"} < set(columns)
