@@ -295,7 +295,7 @@ def _to_floats(metrics: Any) -> dict[str, float]:
         if not is_metric_name(name):
             raise ObjectiveError(f"trial.report: metric name {name!r} must be a text without control characters")
         size = value.numel() if isinstance(value, Tensor) else np.size(value)
-        if not isinstance(value, (Real, Tensor, np.ndarray)) or size != 1:
+        if not isinstance(value, (Real, Tensor, np.ndarray, np.bool_)) or size != 1:
             what = f"a {type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
             raise ObjectiveError(f"trial.report: {name!r} must be one number, not {what}")
         found[name] = float(value.detach() if isinstance(value, Tensor) else value)

@@ -42,7 +42,8 @@ def draw_fold(rows: Rows, labels: Rows | None, groups: Rows | None, fold: Fold, 
     elif labels is not None:
         smallest, what = int(np.unique(labels[rows], return_counts=True)[1].min()), "samples of the rarest class"
     if smallest < fold.count:
-        raise ObjectiveError(f"--folds {fold.count} needs at least {fold.count} {what}, but there are {smallest}")
+        fault = f"--folds {fold.count} needs at least {fold.count} {what}, but there are {smallest}"
+        raise ObjectiveError(fault if what.endswith("class") else f"{fault}; use fewer folds")
     if groups is not None:
         parts = GroupKFold(**options).split(rows, groups=groups[rows])
     elif labels is not None:
