@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -132,7 +133,9 @@ def _remove_stale_folders() -> None:
         with suppress(OSError):  # its process is alive, or another launcher has just removed it
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(held).st_uid == os.getuid():
+                status = os.fstat(held)
+                # Others can give the name to a folder of this user, but not to a private one.
+                if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
