@@ -56,8 +56,8 @@ class ResplitScore:
 
     Attributes:
         value: metric of the best epoch without its optimism.
-        optimism: part of the best epoch's metric that is due to the choice of the epoch; None if unknown, because the
-            validation samples cannot be halved.
+        optimism: part of the best epoch's metric that is due to the choice of the epoch, negative for a metric to
+            minimize; None if unknown, because the validation samples cannot be halved.
         error: standard error of `value` from the validation samples; None if unknown.
         epochs: epochs (0-based) that the halves of the validation samples selected; empty if `optimism` is None.
         has_new_split: whether the run has a new train/validation split; False if only its seed is new.
@@ -81,7 +81,7 @@ class ResplitScore:
         if self.optimism is None:
             return f"{metric} {self.value:.6g} at the best epoch"
         best = self.value + self.optimism
-        return f"{metric} {self.value:.6g} ({best:.6g} at the best epoch, with an optimism of {self.optimism:.2g})"
+        return f"{metric} {self.value:.6g} ({best:.6g} at the best epoch, corrected for its choice)"
 
 
 @dataclass(kw_only=True)

@@ -243,7 +243,8 @@ def smoke(
             result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        echo("smoke test passed: the loss of {samples} samples is below {target:.4g} at lr {lr:g}".format(**details))
+        fell = f"fell from {result.losses[0]:.4g} to {result.losses[-1]:.4g}"
+        echo("smoke test passed: the loss of {samples} samples {fell} at lr {lr:g}".format(fell=fell, **details))
         for sign in result.signs:
             echo(f"hpsearch: warning: {sign}", err=True)
         return 0

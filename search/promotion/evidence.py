@@ -394,7 +394,8 @@ def _format_finalists(finalists: dict[str, Any], metric: str) -> list[str]:
         for row in finalists["rows"]
     ]
     columns = ("finalist", "search", *(f"seed {seed}" for seed in seeds), "mean", "std")
-    tie = f", tied with trials {', '.join(map(str, finalists['tie']))}" if finalists["tie"] else ""
+    tied = finalists["tie"]
+    tie = f", tied with {'trial' if len(tied) == 1 else 'trials'} {', '.join(map(str, tied))}" if tied else ""
     winner = "no winner yet" if finalists["winner"] is None else f"winner trial {finalists['winner']}{tie}"
     is_resplit = any(run and run["divided"] for row in finalists["rows"] for run in row.get("scored", ()))
     varied = "seeds and splits" if is_resplit else "seeds"

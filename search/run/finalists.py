@@ -172,7 +172,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
 
     console = PlainConsole(outlives_pipe=True)
     with show_steps(console) as show_step:
-        show_step("choosing the finalists")
+        show_step("opening the finalists")
         companion = open_companion_study(services, study, options, make_finalists)
     chosen, created = companion.study, companion.is_new
     _print_finalists(console, study, chosen, created=created)
