@@ -29,7 +29,7 @@ _RELEASE = """
         UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = 'released' WHERE ended_at IS NULL
         RETURNING trial_id
     )
-    UPDATE trials SET state = 'WAITING'
+    UPDATE trials SET state = 'WAITING', datetime_start = NULL
      WHERE state = 'RUNNING' AND trial_id IN (SELECT trial_id FROM ended);
     UPDATE hpsearch_workers SET left_at = clock_timestamp(), left_as = 'restored elsewhere' WHERE left_at IS NULL;
 """

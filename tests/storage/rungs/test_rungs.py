@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
+from hpsearch.storage.backup.adapt import release_trials
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import PrunedTrial, Rungs
 from hpsearch.storage.trials.budget import UNBOUNDED_TRIALS, create_spending
@@ -73,6 +74,20 @@ def test_a_waiting_trial_is_promoted_when_the_rung_has_enough_trials(
     assert promotions(engine) == [(0, 0)]
     assert outcomes(engine) == [(1, "paused"), (2, None), (1, "paused")]
     assert storage.get_trial(again.trial_id).user_attrs[RUNG] == {"rung": 0, "epoch": 0, "rank": 1, "reached": 1}
+
+
+def test_trials_that_ran_at_a_backup_are_claimed_after_the_restore(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.9)
+    pause(claims, 0.1)
+    running = [take(claims), take(claims)]
+    assert [(claim.number, claim.attempt) for claim in running] == [(0, 2), (2, 1)]  # one promoted, one new
+    with engine.begin() as connection:
+        release_trials(connection.connection.cursor())
+    assert {(claim.number, claim.attempt) for claim in (take(claims), take(claims))} == {(0, 3), (2, 2)}
 
 
 def test_promotions_start_with_the_highest_rung(asha: Asha, storage: BaseStorage, study_id: int) -> None:
