@@ -1,19 +1,15 @@
-"""Files: atomic writes, locks, hashes and sizes."""
+"""Files: private files, locks, hashes and sizes."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 
 def write_private(path: Path, text: str) -> None:
@@ -28,67 +24,6 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:  # includes KeyboardInterrupt
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def replacement(path: Path) -> Iterator[IO[bytes]]:
-    """Yield an open temporary file that replaces `path` at the end; after an error, `path` is unchanged.
-
-    The target of a link is replaced, and the permissions are kept. For a device or a pipe, it is opened itself. Nothing
-    is written by path: others may have write permission for the folder, and could replace the path by a link.
-
-    Raises:
-        OSError: an existing file is not writable, or the new file cannot be created.
-    """
-    target = _follow_links(path)
-    if target.exists() and not target.is_file():
-        descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # an error for a pipe without a reader
-        with os.fdopen(descriptor, "wb") as device:
-            status = os.fstat(descriptor)
-            if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EACCES, "it is a pipe of another user", str(target))
-            os.set_blocking(descriptor, True)
-            yield device
-        return
-    mode = None
-    if target.exists():
-        target.open("ab").close()
-        status = target.stat()
-        if status.st_uid not in (0, os.geteuid()):
-            raise PermissionError(errno.EACCES, "it belongs to another user", str(target))
-        mode = status.st_mode & 0o777  # not the bits that start a program with the rights of its owner
-    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-_MAX_LINKS = 40  # as in Linux
-
-
-def _follow_links(path: Path) -> Path:
-    """Return the target of a link, which must belong to this user or root; others could choose any file of the user.
-
-    Raises:
-        OSError: a link belongs to another user, or the links form a loop.
-    """
-    for _ in range(_MAX_LINKS):
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            return path
-        if not stat.S_ISLNK(status.st_mode):
-            return path
-        if status.st_uid not in (0, os.geteuid()):
-            raise PermissionError(errno.EACCES, "it is a link of another user", str(path))
-        path = path.parent / path.readlink()
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def link_or_copy_durably(source: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets as random
@@ -304,8 +305,10 @@ def secrets() -> None:
     text = "".join(f"{name}={random.token_urlsafe(24)}\n" for name in SECRET_NAMES)
     if (file := _find_shared_output()) is None:
         echo(text, nl=False)
-    else:  # another user may have opened the file already, so nothing is written to it
-        write_private(file, file.read_text() + text)
+        return
+    # Another user may have opened the file already, so nothing is written to it.
+    is_appending = fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_APPEND
+    write_private(file, f"{file.read_text()}{text}" if is_appending else text)
 
 
 def _find_shared_output() -> Path | None:
@@ -331,6 +334,6 @@ def _find_shared_output() -> Path | None:
         is_same = os.path.samestat(file.lstat(), status)
     except OSError:  # deleted meanwhile, or no Linux
         is_same = False
-    if not is_same:
-        raise SearchError("other users can read the output file; run umask 077 first, and write to a new file")
+    if not is_same or status.st_mode & 0o022:
+        raise SearchError("other users can change the output file; run umask 077 first, and write to a new file")
     return file

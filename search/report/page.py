@@ -59,9 +59,9 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
 from hpsearch.storage.attributes import CONFIG_SCHEDULE, LEAKS, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
-from hpsearch.storage.files import replacement
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
+from hpsearch.storage.replacement import replacement
 from hpsearch.storage.rungs.rungs import read_rung_counts
 
 

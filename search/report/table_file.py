@@ -12,7 +12,7 @@ import pandas as pd
 
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.display import escape_csv_cell
-from hpsearch.storage.files import replacement
+from hpsearch.storage.replacement import replacement
 
 
 def format_csv(table: pd.DataFrame) -> str:

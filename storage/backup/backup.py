@@ -5,9 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import stat
 import tarfile
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError, format_os_error, suggest_disk_remedy
 from hpsearch.storage.files import compute_sha256, fsync_folder, link_or_copy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, prepare_home
+from hpsearch.storage.replacement import create_file, open_parent, remove_file, stat_file
 from hpsearch.storage.urls import normalise_url
 
 OWNER_URL = "HPSEARCH_OWNER_URL"
@@ -164,47 +167,63 @@ def backup(  # noqa: PLR0913 a keyword for each flag
         StorageError: the file cannot be written, or the data of a service cannot be read.
     """
     file = file.expanduser().absolute()
-    _check_target(file, force=force)
-    folder = prepare_home(home).resolve()
-    check_service_options(owner_url, artifacts)
-    if owner_url is None:
-        if not has_stack(folder):
-            raise StorageError(f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services; give another --home")
-        stack.up(folder, dashboard=dashboard, progress=progress)
-        locations = find_embedded_locations(folder, studies_only=studies_only)
-    else:
-        locations = find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
-    if locations.mlflow is not None and files:
-        _check_artifacts(locations)  # report a mistake before the backup starts
-    try:
-        with _temporary_file(file) as temporary:
-            manifest = _write_archive(temporary, locations, files=files, progress=progress)
-            size = os.fstat(temporary.fileno()).st_size
-            _check_target(file, force=force)
-            Path(temporary.name).replace(file)
+    with _open_target(file) as (parent, name):
+        _check_target(file, parent, name, force=force)
+        folder = prepare_home(home).resolve()
+        check_service_options(owner_url, artifacts)
+        if owner_url is None:
+            if not has_stack(folder):
+                raise StorageError(
+                    f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services; give another --home"
+                )
+            stack.up(folder, dashboard=dashboard, progress=progress)
+            locations = find_embedded_locations(folder, studies_only=studies_only)
+        else:
+            locations = find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        if locations.mlflow is not None and files:
+            _check_artifacts(locations)  # report a mistake before the backup starts
+        _remove_abandoned_files(file, parent)
+        temporary_name = f".{name}-hpsearch-{uuid.uuid4().hex[:8]}"
+        try:
+            with create_file(temporary_name, parent) as temporary:
+                manifest = _write_archive(temporary, parent, locations, files=files, progress=progress)
+                size = os.fstat(temporary.fileno()).st_size
+            _check_target(file, parent, name, force=force)
+            os.replace(temporary_name, name, src_dir_fd=parent, dst_dir_fd=parent)
             fsync_folder(file.parent)
+        finally:
+            remove_file(temporary_name, parent)
+    return BackupResult(file, manifest, size)
+
+
+@contextmanager
+def _open_target(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the opened folder of a new file and the file's name, and explain errors of this folder."""
+    try:
+        with open_parent(file) as found:
+            yield found
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        if file.parent.is_dir() and not file.is_dir():
+            raise
+        fault = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+        raise StorageError(f"{str(file)!r} {fault}; give the path of a new file, such as backup.tar") from error
     except OSError as error:
         remedy = suggest_disk_remedy(error, "give another path")
         why = format_os_error(error)
         raise StorageError(f"{str(file)!r} cannot be written ({why}); no backup was made; {remedy}") from None
-    return BackupResult(file, manifest, size)
 
 
-def _check_target(file: Path, *, force: bool) -> None:
-    try:
-        exists, is_file = os.path.lexists(file), file.is_file()
-        has_folder = file.parent.is_dir()
-    except OSError as error:  # for example a name that is too long
-        raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}); give another path") from None
-    if not has_folder or (exists and not is_file):
-        fault = "is in a folder that does not exist"
-        if has_folder:
-            fault = "is a folder" if file.is_dir() else "is not a regular file"
+def _check_target(file: Path, folder: int, name: str, *, force: bool) -> None:
+    if (status := stat_file(name, folder)) is None:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        fault = "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
         raise StorageError(f"{str(file)!r} {fault}; give the path of a new file, such as backup.tar")
-    if exists and force and not tarfile.is_tarfile(file):
-        raise StorageError(f"{str(file)!r} is not a backup, so --force does not replace it; give another path")
-    if exists and not force:
+    if not force:
         raise StorageError(f"{str(file)!r} already exists; give another path, or --force to replace the file")
+    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as existing:
+        if not tarfile.is_tarfile(existing):
+            raise StorageError(f"{str(file)!r} is not a backup, so --force does not replace it; give another path")
 
 
 @contextmanager
@@ -217,21 +236,11 @@ def temporary_folder(home: Path, name: str) -> Iterator[Path]:
         yield Path(folder_name)
 
 
-@contextmanager
-def _temporary_file(file: Path) -> Iterator[IO[bytes]]:
-    """Yield a new private file next to `file`, and delete it at the end; first delete those that dead processes left.
-
-    Nothing is written by path: others may have write permission for the folder, and could replace the path by a link.
-    """
-    prefix = f".{file.name}-hpsearch-"
-    for path in _find_abandoned(file.parent, prefix):
-        with suppress(OSError):
-            path.unlink()
-    with tempfile.NamedTemporaryFile(prefix=prefix, dir=file.parent, delete=False) as temporary:
-        try:
-            yield temporary
-        finally:
-            Path(temporary.name).unlink(missing_ok=True)
+def _remove_abandoned_files(file: Path, parent: int) -> None:
+    """Remove the temporary files that dead processes left next to `file`."""
+    for path in _find_abandoned(file.parent, f".{file.name}-hpsearch-"):
+        with suppress(OSError):  # no file, or of another user
+            remove_file(path.name, parent)
 
 
 def _find_abandoned(folder: Path, prefix: str) -> Iterator[Path]:
@@ -242,8 +251,10 @@ def _find_abandoned(folder: Path, prefix: str) -> Iterator[Path]:
                 yield path
 
 
-def _write_archive(file: IO[bytes], locations: Locations, *, files: bool, progress: OnProgress) -> archive.Manifest:
-    """Write the archive to an open file, and return its manifest."""
+def _write_archive(
+    file: IO[bytes], folder: int, locations: Locations, *, files: bool, progress: OnProgress
+) -> archive.Manifest:
+    """Write the archive to an open file, with temporary files in an open folder, and return its manifest."""
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
         studies = opened.enter_context(open_snapshot(*locations.studies))
@@ -263,7 +274,7 @@ def _write_archive(file: IO[bytes], locations: Locations, *, files: bool, progre
         dumped_by, dumps = [], {}
         for name, each in snapshots.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
-            dumps[name] = opened.enter_context(tempfile.TemporaryFile(dir=Path(file.name).parent))
+            dumps[name] = opened.enter_context(_create_unnamed_file(folder))
             dumped_by.append(each.dump(dumps[name]).version)
         manifest = archive.Manifest(
             made_at=made_at,
@@ -290,6 +301,14 @@ def _write_archive(file: IO[bytes], locations: Locations, *, files: bool, progre
                 _add_artifacts(writer, locations, files=files, progress=progress)
             writer.write_index()
     return manifest
+
+
+def _create_unnamed_file(folder: int) -> IO[bytes]:
+    """Create a file without a name on the disk of an open folder."""
+    name = f".hpsearch-{uuid.uuid4().hex}"
+    file = create_file(name, folder)
+    remove_file(name, folder)
+    return file
 
 
 def _max_version(versions: list[str]) -> str:

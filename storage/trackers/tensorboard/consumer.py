@@ -91,8 +91,7 @@ class TensorBoardConsumer(OptionalTracker):
         folder = self._folder / self._study
         folder.mkdir(parents=True, exist_ok=True)
         # Another user may be able to write to the folder, so links are not followed.
-        if folder.is_symlink() and folder.lstat().st_uid not in (0, os.geteuid()):
-            raise OSError(errno.ELOOP, f"{self._study!r} is a link of another user")
+        events.reject_link(folder)
         hidden = folder / f"{_OWNER_FILE}-{uuid.uuid4().hex}"
         with hidden.open("x") as file:
             file.write(self._owner)

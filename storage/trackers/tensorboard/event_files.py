@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
@@ -23,6 +24,16 @@ from hpsearch.storage.trials.finishing import Outcome
 _END_SUFFIX = ".end"  # suffix of the file with the outcome of the trial
 _LOCK = ".lock"  # TensorBoard ignores this file
 _file_numbers = itertools.count()
+
+
+def reject_link(folder: Path) -> None:
+    """Reject a folder that is a link of another user.
+
+    Raises:
+        OSError: it is one.
+    """
+    if folder.is_symlink() and folder.lstat().st_uid not in (0, os.geteuid()):
+        raise OSError(errno.ELOOP, f"{folder.name!r} is a link of another user")
 
 
 class EventFiles:
@@ -53,6 +64,8 @@ class EventFiles:
             OSError: the folder is not usable.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder.parent, self.folder):
+            reject_link(folder)
         if (descriptor := lock_file(self.folder / _LOCK)) is None:
             raise LockHeldError(f"another process writes to {self.folder}")
         try:

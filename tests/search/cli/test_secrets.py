@@ -39,6 +39,16 @@ def test_a_file_of_secrets_is_private(tmp_path: Path, mode: int) -> None:
     assert (read == "OTHER=1\n") == (mode == 0o644)
 
 
+def test_a_file_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / ".env").touch()
+    with (tmp_path / ".env").open("a") as output:
+        (tmp_path / ".env").chmod(0o664)
+        command = [sys.executable, "-m", "hpsearch", "secrets"]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, (tmp_path / ".env").read_text()) == (2, "")
+    assert "other users can change the output file; run umask 077 first" in done.stderr
+
+
 def test_secrets_are_not_written_to_a_deleted_file_of_all_users(tmp_path: Path) -> None:
     with (tmp_path / ".env").open("w+") as output:
         (tmp_path / ".env").chmod(0o644)
@@ -46,7 +56,7 @@ def test_secrets_are_not_written_to_a_deleted_file_of_all_users(tmp_path: Path) 
         command = [sys.executable, "-m", "hpsearch", "secrets"]
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
         assert (done.returncode, output.read()) == (2, "")
-    assert "other users can read the output file; run umask 077 first" in done.stderr
+    assert "other users can change the output file; run umask 077 first" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

@@ -254,10 +254,8 @@ def test_a_worker_cannot_prevent_a_backup(owner_url: str, database_url: str, fil
 
 def test_backup_writes_only_files_and_removes_old_leftovers(owner_url: str, tmp_path: Path, home: str) -> None:
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for name, said in (
         ("fifo", "is not a regular file"),
-        ("nowhere", "is not a regular file"),
         ("a" * 300, "too long"),
     ):
         with pytest.raises(StorageError, match=said):

@@ -212,14 +212,16 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path, replaced: str) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
-def test_a_link_of_another_user_in_place_of_the_studys_folder_is_not_followed(
-    post: Post, root: Path, tmp_path: Path
+@pytest.mark.parametrize("replaced", ["study", "trial"])
+def test_a_link_of_another_user_in_place_of_a_folder_is_not_followed(
+    post: Post, root: Path, tmp_path: Path, replaced: str
 ) -> None:
     private = tmp_path / "private"
-    for folder in (root, private):
-        folder.mkdir()
-    (root / post.study).symlink_to(private)
-    os.chown(root / post.study, 65534, -1, follow_symlinks=False)
+    link = root / post.study / ("0000" if replaced == "trial" else "")
+    for folder in (link.parent, private):
+        folder.mkdir(parents=True)
+    link.symlink_to(private)
+    os.chown(link, 65534, -1, follow_symlinks=False)
     log(journal := post.open(), [0])
     with pytest.raises(OSError, match="is a link of another user"):
         post.consume(reader_of(post, root), journal)
