@@ -61,6 +61,12 @@ def test_no_module_of_the_working_folder_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "imported").exists()
 
 
+def test_ray_adds_no_folder_of_the_user_to_the_module_path_of_its_workers() -> None:
+    lines = text(engine="ray").splitlines()
+    (change,) = [number for number, line in enumerate(lines) if line.startswith('os.chdir("/")')]
+    assert lines[change + 1].startswith("ray.init(")
+
+
 def test_values_are_passed_unchanged() -> None:
     found = constants(text(engine="ray", storage_url=URL, home=HOME, folder=HOME))
     assert {name: found[name] for name in ("STUDY", "STORAGE_URL", "HOME", "FOLDER")} == {
