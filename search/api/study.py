@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -192,8 +193,13 @@ class Study:
             raise SearchError(
                 f"{method.__name__}(workers={workers!r}) is invalid; give a number from 0 to {MAX_LOCAL_WORKERS}"
             )
-        from hpsearch.search.fleet.fork_server import start_fork_server
+        from hpsearch.search.fleet.fork_server import can_fork, start_fork_server
 
+        if workers and can_fork() and multiprocessing.current_process().daemon:
+            raise SearchError(
+                f"Study.{method.__name__} cannot start workers, because this process is daemonic; start the process with "
+                "daemon=False, or call Study.run_worker"
+            )
         start_fork_server(workers)
         return self._parse(method, how)
 

@@ -179,7 +179,8 @@ def mlflow_request(description: str) -> Iterator[None]:
         description: the request, as the continuation of "MLflow did not", such as ``list the runs of 12``.
 
     Raises:
-        StorageError: the request failed.
+        TrackingUnavailableError: the server did not answer.
+        StorageError: the request failed for another reason.
     """
     from mlflow.exceptions import MlflowException
 
@@ -189,7 +190,8 @@ def mlflow_request(description: str) -> Iterator[None]:
         raise
     except Exception as error:  # the client also raises errors of HTTP libraries and artifact stores
         error_type = "" if isinstance(error, MlflowException) else f"{type(error).__name__}: "
-        raise StorageError(f"MLflow did not {description}: {error_type}{describe_error(error)}") from error
+        kind = TrackingUnavailableError if is_unreachable(error) else StorageError
+        raise kind(f"MLflow did not {description}: {error_type}{describe_error(error)}") from error
 
 
 def iterate_pages(search: Callable[..., Any], *arguments: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.data.dataset import Stream
 from hpsearch.search.api.actions import find_objective_reference
+from hpsearch.search.fleet.fork_server import can_fork
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
@@ -189,6 +191,22 @@ def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any]
     with pytest.raises(SearchError) as error:
         study.run(**how)
     assert str(error.value) == said
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are new interpreters here, which such a process may start")
+def test_a_daemonic_process_may_not_start_workers(study: Study) -> None:
+    context = multiprocessing.get_context("fork")
+    received, sent = context.Pipe(duplex=False)
+
+    def run() -> None:
+        with pytest.raises(SearchError) as error:
+            study.run(workers=1)
+        sent.send(str(error.value))
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    process.join()
+    assert received.recv().startswith("Study.run cannot start workers, because this process is daemonic; start the")
 
 
 @pytest.mark.parametrize("given", [pd.DataFrame({"width": [16]}), 5, [5]], ids=["table", "number", "list"])

@@ -24,7 +24,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage.attributes import REASON, REMOVED_BY, TRACKING
 from hpsearch.storage.database.locks import registry_lock
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.promotions import end_promotion, record_promotion
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
@@ -152,7 +152,7 @@ def test_an_unreachable_server_is_an_error_of_one_line(tracked: Tracked, monkeyp
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     elsewhere = type(tracked.client)("http://127.0.0.1:9")
     monkeypatch.setattr(tracked.tracking, "client", elsewhere)
-    with pytest.raises(StorageError, match=r"^MLflow did not look up run .*") as error:
+    with pytest.raises(ServiceUnavailableError, match=r"^MLflow did not look up run .*") as error:
         promote(tracked.stored, tracked.tracking)
     assert "\n" not in str(error.value)
 
