@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -264,6 +265,29 @@ def show_slow_steps(after_seconds: float = 2.0) -> Iterator[Callable[[str], None
     finally:
         if timer is not None:
             timer.cancel()
+
+
+class _PrefixedStream(io.TextIOWrapper):
+    """Text stream that begins each line with a prefix and writes whole lines; it replaces `stream`."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
+        self._replaced = stream  # its destructor would close the buffer
+        self._prefix, self._is_at_start = prefix, True
+
+    def write(self, text: str) -> int:
+        """Write a text. Lines that PyTorch has already prefixed remain unchanged."""
+        marked = re.sub(r"(?<=\n)(?!\[rank|\Z)", self._prefix, text)
+        needs_prefix = self._is_at_start and text and not text.startswith("[rank")
+        self._is_at_start = text.endswith("\n") if text else self._is_at_start
+        super().write(f"{self._prefix}{marked}" if needs_prefix else marked)
+        return len(text)
+
+
+def prefix_output(rank: int) -> None:
+    """Begin each line that this process prints or logs with `[rankN]: `, as PyTorch and NCCL do in their messages."""
+    sys.stdout.flush()
+    sys.stdout, sys.stderr = (_PrefixedStream(each, f"[rank{rank}]: ") for each in (sys.stdout, sys.stderr))
 
 
 class EscapingFormatter(logging.Formatter):

@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
+from hpsearch.search.console import prefix_output
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork_server import can_fork
 from hpsearch.search.process import (
@@ -199,7 +200,8 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 how = _describe_exit(failure.exitcode, options.device or get_default_device())
-                why = f"rank {rank} of {options.world_size} {how}"
+                where = f" (see the lines that begin with [rank{rank}])" if rank else ""
+                why = f"rank {rank} of {options.world_size} {how}{where}"
             sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE
         finally:
@@ -308,13 +310,15 @@ def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place
     tempfile.tempdir = None  # for forked ranks: the launcher's folder is removed before they have ended
     from hpsearch.objectives.training.rank_errors import RankLostError
 
+    if rank := int(os.environ["RANK"]):
+        prefix_output(rank)
     try:
         return _join_as_rank(name, options, place)
     except Exception as error:  # torch's launcher prints no errors of ranks
         if not isinstance(error, RankLostError):
             traceback.print_exc()
         line = escape_line(f"{type(error).__name__}: {error}")
-        sys.stderr.write(f"hpsearch: rank {os.environ['RANK']} failed: {line}\n")
+        sys.stderr.write(f"hpsearch: rank {rank} failed: {line}\n")
         sys.exit(EXIT_UNAVAILABLE)
 
 
@@ -323,7 +327,7 @@ def _join_as_rank(name: str, options: WorkerOptions, place: Path | None) -> int:
 
     from hpsearch.objectives.training.rank_errors import RankLostError
     from hpsearch.objectives.training.ranks import init_process_group
-    from hpsearch.search.worker.lifecycle import join_study
+    from hpsearch.search.worker.lifecycle import join_study, log_as_worker
     from hpsearch.search.worker.rank_jobs import run_follower_rank, stop_followers
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)
@@ -338,6 +342,8 @@ def _join_as_rank(name: str, options: WorkerOptions, place: Path | None) -> int:
         device=device, timeout=timeout, barrier_timeout=options.barrier_timeout, store_path=place
     ) as ranks:
         if not ranks.is_rank_zero:
+            log_as_worker()
+            logging.getLogger("hpsearch").setLevel(logging.WARNING)  # rank 0 logs the course of the trial
             ranks.should_stop = stop_worker_on_signals().is_set
             try:
                 return run_follower_rank(ranks, device=device)

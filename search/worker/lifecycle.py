@@ -46,7 +46,7 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
         stop: event that stops the worker. If None, SIGTERM and SIGINT stop the worker. With one device, they end this
             process at once while a trial starts.
     """
-    _log_to_stderr()
+    log_as_worker()
     return run_worker(name, options, stop, is_own_process=stop is None)
 
 
@@ -134,7 +134,8 @@ def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
             log.info("report: %s", report)
 
 
-def _log_to_stderr() -> None:
+def log_as_worker() -> None:
+    """Print the log of this process on stderr, without the details of libraries."""
     log_to_stderr(logging.INFO)
     for name in ("alembic", "httpx", "urllib3", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)

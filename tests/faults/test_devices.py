@@ -94,6 +94,8 @@ def test_a_kill_of_any_rank_at_any_point_changes_no_result(arena: Arena, togethe
     arena.create(len(KILLS), KILLS)
     work(arena)
     assert all(arena.has_obeyed(number) for number in range(len(KILLS)))
+    dead = "rank 1 of 2 was ended by SIGKILL (see the lines that begin with [rank1]); all ranks were terminated"
+    assert any(dead in worker.log.read_text() for worker in arena.workers)
     expected = undisturbed(arena, together, len(KILLS))
     trials = assert_equals_undisturbed(arena.storage_url, arena.name, arena.home, expected, len(KILLS))
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS)
@@ -174,6 +176,7 @@ def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
     assert "no such layer" in next(line for line in log.splitlines() if "trial 0: FAIL" in line)
     assert "(on rank 1)" in next(line for line in log.splitlines() if "trial 1: PRUNED" in line)
     assert "Traceback on rank 1:" in log
+    assert re.search(r"^\[rank1\]: .* INFO reaching for a layer$", log, re.M)
     assert log.count(", in _raise\n") == 2, "the tracebacks of trial 0 and trial 3"
 
 

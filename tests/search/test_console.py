@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import sys
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from hpsearch.search.console import (
     PlainConsole,
     format_sparkline,
     plain_table,
+    prefix_output,
     shorten_line,
     show_slow_steps,
     show_steps,
@@ -111,3 +113,17 @@ def test_a_line_is_shortened_at_a_space() -> None:
 )
 def test_a_course_of_values_is_a_line_of_bars(values: list[float], width: int, course: str) -> None:
     assert format_sparkline(values, width) == course
+
+
+def test_lines_of_a_rank_begin_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.BytesIO(), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err))
+    prefix_output(3)
+    print("epoch", 1, end="")
+    print(" begins\n\nthird")
+    assert print("no line feed", end="", flush=True) is None
+    print("[rank3]: from PyTorch\nlast", file=sys.stderr)
+    assert sys.stdout.write("") == 0
+    assert out.getvalue().decode() == "[rank3]: epoch 1 begins\n[rank3]: \n[rank3]: third\n[rank3]: no line feed"
+    assert err.getvalue().decode() == "[rank3]: from PyTorch\n[rank3]: last\n"
