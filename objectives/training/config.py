@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from hpsearch.former_names import translate_training_config
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
-from hpsearch.objectives.training.strategies.fsdp_settings import check_fsdp_settings
+from hpsearch.objectives.training.strategies.fsdp_settings import check_strategy_settings
 
 # `hpsearch.objectives.training.optimizers` builds them by these names.
 BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
@@ -124,8 +124,21 @@ class TrainConfig:
         bool | None,
         field('with "ddp": search each step for parameters without gradient; None decides by the first micro-batch'),
     ] = None
+    static_graph: Annotated[
+        bool, field('with "ddp": all steps use the same parameters; DDP searches only the first one for unused ones')
+    ] = False
+    bucket_cap_mb: Annotated[
+        int | None, field('with "ddp": MiB of gradients per reduction; None is the default of PyTorch', ge=1)
+    ] = None
     lr_scaling: Annotated[str, choice(LR_SCALINGS, "scaling of `lr` by the number of devices")] = "none"
     cpu_offload: Annotated[bool, field('with "fsdp": keep weights, gradients and optimizer state on the CPU')] = False
+    reshard_after_forward: Annotated[
+        bool, field('with "fsdp": free unsharded weights after the forward pass; False saves time, not memory')
+    ] = True
+    shard_mesh_size: Annotated[
+        int | None,
+        field('with "fsdp": devices that share one copy of the weights; others have replicas (HSDP); None: all', ge=2),
+    ] = None
     sync_each_micro_batch: Annotated[
         bool, field('with "fsdp": reduce gradients after each micro-batch; slower, but needs less memory')
     ] = False
@@ -184,7 +197,7 @@ class TrainConfig:
             raise ObjectiveError("clip_grad_value cannot be combined with clip_grad_norm; set clip_grad_norm=None")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction cannot be combined; set one of the two to None")
-        check_fsdp_settings(self)
+        check_strategy_settings(self)
         return self
 
     def to_dict(self) -> dict[str, Any]:

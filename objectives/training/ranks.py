@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from hpsearch.objectives.errors import ObjectiveError
@@ -113,6 +114,10 @@ class Ranks:
     def all_reduce_mean(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by their means over ranks, in place."""
 
+    def make_device_mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """Return a mesh of all ranks on their devices. Its groups have the timeouts of the training."""
+        raise NotImplementedError("a single process has no mesh")
+
     def fail_together(self) -> AbstractContextManager[None]:
         """Return a context that all ranks leave together: if one rank fails, all raise its error or a RankLostError."""
         return nullcontext()
@@ -168,6 +173,7 @@ class _ProcessGroup(Ranks):
                 timeout=self._setup_timeout,
             )
             self._current_timeout = self._setup_timeout
+            self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
             # Collectives that wait for work of another rank need separate groups with longer timeouts.
             self.cpu_group = dist.new_group(backend="gloo", timeout=self._barrier_timeout)
             self._job_group = dist.new_group(backend="gloo", timeout=_JOB_TIMEOUT)
@@ -185,8 +191,17 @@ class _ProcessGroup(Ranks):
 
     def _set_timeout(self, timeout: timedelta) -> None:
         if timeout != self._current_timeout and dist.is_initialized():
-            c10d._set_pg_timeout(timeout)
             self._current_timeout = timeout
+            for group in (None, *(group for mesh in self._meshes.values() for group in mesh.get_all_groups())):
+                c10d._set_pg_timeout(timeout, group)
+
+    def make_device_mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
+        if shape not in self._meshes:  # later trials use the same groups
+            names = [f"{name}-{self._generation}" for name in ("replicate", "shard")]  # DTensor's caches compare names
+            self._meshes[shape] = init_device_mesh(self._device.type, shape, mesh_dim_names=tuple(names[-len(shape) :]))
+            for group in self._meshes[shape].get_all_groups():
+                c10d._set_pg_timeout(self._current_timeout, group)
+        return self._meshes[shape]
 
     def _end_process(self, reason: str) -> None:
         self.on_rank_lost(reason)  # read now, because it is set after the start of the heartbeats
@@ -199,6 +214,8 @@ class _ProcessGroup(Ranks):
         """Close this rank's connections, so that the other ranks stop waiting for it."""
         self._watched.set()
         self.cpu_group = self._job_group = None
+        while self._meshes:  # DTensor's caches keep meshes, which would keep their groups and the connections
+            vars(self._meshes.popitem()[1]).get("_pg_registry", {}).clear()
         if self._backend != "gloo":
             _abort_collectives()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a custom loop may have closed the group

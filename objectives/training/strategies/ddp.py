@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -52,20 +53,24 @@ class DDPStrategy(Strategy):
             norm.has_samples = has_samples
         if self._wrapped is None:
             self._wrapped = self._wrap(batch, autocast)
+            more = more and not self._config.static_graph  # DDP records the graph while it reduces the gradients
         with self._wrapped.no_sync() if more else nullcontext():
-            step: Step = self._wrapped(batch, autocast)
-        return step
+            result: tuple[Tensor, Step] = self._wrapped(batch, autocast)
+        loss, step = result
+        return dataclasses.replace(step, loss=loss)
 
     def _wrap(self, batch: Batch, autocast: AbstractContextManager[None]) -> DistributedDataParallel:
         unused = self._config.find_unused_parameters
-        if unused is None:
+        if unused is None and not self._config.static_graph:
             unused = self._has_unused_parameters(batch, autocast)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames an option; 2.11 lacks the new name
             return DistributedDataParallel(
                 _StepModule(self._model, self._step_function),
                 broadcast_buffers=False,  # see `sync_buffers`
-                find_unused_parameters=unused,  # the search for unused parameters takes time in each step
+                find_unused_parameters=bool(unused),  # the search for unused parameters takes time in each step
+                static_graph=self._config.static_graph,
+                bucket_cap_mb=self._config.bucket_cap_mb,
                 gradient_as_bucket_view=True,
             )
 
@@ -124,5 +129,6 @@ class _StepModule(nn.Module):
         super().__init__()
         self.model, self._step_function = model, step_function
 
-    def forward(self, batch: Batch, autocast: AbstractContextManager[None]) -> Step:
-        return self._step_function(self.model, batch, autocast)
+    def forward(self, batch: Batch, autocast: AbstractContextManager[None]) -> tuple[Tensor, Step]:
+        step = self._step_function(self.model, batch, autocast)
+        return step.loss, step  # with a static graph, DDP needs a tensor to begin its work in the first backward pass

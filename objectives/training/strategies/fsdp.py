@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -33,18 +33,29 @@ class FSDPStrategy(Strategy):
     can_cache_casts = False  # the cache would hold the whole model on each device
     compiles_layers = True  # a graph of the whole model would end at each layer, whose weights are gathered by a hook
     _unsharded: nn.Module
+    _mesh: DeviceMesh
     _has_warned = False
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:
         """Shard a model, and averages of its weights. Call it before building the optimizer."""
         super().setup_model(model, *averages)
         self._unsharded = _without_weights(model)
+        self._mesh = self._make_mesh()
         for each in (model, *averages):
             try:
                 self._shard(each)
             except (ValueError, NotImplementedError, AssertionError) as error:
                 detail = get_first_line(error)
                 raise ObjectiveError(f"strategy 'fsdp' cannot shard the model: {detail}; set strategy='ddp'") from error
+
+    def _make_mesh(self) -> DeviceMesh:
+        """Return the mesh of the devices: one-dimensional, or with replicas of shards of the weights (HSDP)."""
+        world, shards = self._ranks.world_size, self._config.shard_mesh_size
+        if shards is None or shards >= world:
+            return self._ranks.make_device_mesh((world,))
+        if world % shards:
+            raise ObjectiveError(f"shard_mesh_size={shards} must divide the number of devices, {world}; change one")
+        return self._ranks.make_device_mesh((world // shards, shards))
 
     def _shard(self, model: nn.Module) -> None:
         offload = self._config.cpu_offload
@@ -53,7 +64,7 @@ class FSDPStrategy(Strategy):
         reduce_dtype = torch.float32 if self._config.precision == "bf16" else None
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         settings: dict[str, Any] = {
-            "mesh": init_device_mesh(self._device.type, (self._ranks.world_size,)),
+            "mesh": self._mesh,
             "reshard_after_forward": True,  # the root too: averages and checkpoints read it after evaluations
             "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(self._device.type == "cuda") if offload else OffloadPolicy(),
@@ -78,12 +89,13 @@ class FSDPStrategy(Strategy):
         if self._config.gradient_accumulation_steps > 1:
             model.set_requires_gradient_sync(not more or self._config.sync_each_micro_batch)
         # The backward pass begins with the weights of the root, and reshards them.
-        model.set_reshard_after_forward(reshard_after_forward=False, recurse=False)
+        recurse = not self._config.reshard_after_forward
+        model.set_reshard_after_forward(reshard_after_forward=False, recurse=recurse)
         try:
             with self.explain_sharding_errors():
                 return super().step(batch, autocast, more=more, has_samples=has_samples)
         finally:
-            model.set_reshard_after_forward(reshard_after_forward=True, recurse=False)
+            model.set_reshard_after_forward(reshard_after_forward=True, recurse=recurse)
 
     @contextmanager
     def explain_sharding_errors(self) -> Iterator[None]:
@@ -136,7 +148,8 @@ class FSDPStrategy(Strategy):
     def gradient_norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of each gradient [n], over all ranks."""
         own = torch.stack(torch._foreach_norm([_local_part(gradient) for gradient in gradients])).float()
-        return self._ranks.all_reduce_sum(own.to(self._device).square_()).sqrt_()
+        replicas = self._mesh.size(0) if self._mesh.ndim > 1 else 1
+        return self._ranks.all_reduce_sum(own.to(self._device).square_()).div_(replicas).sqrt_()
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scale the gradients down to a total norm of at most `limit`; return the norm before the scaling."""

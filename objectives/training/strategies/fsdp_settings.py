@@ -1,4 +1,4 @@
-"""Settings that FSDP does not support, and settings that need FSDP."""
+"""Settings that FSDP does not support, and settings that need one of the strategies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Protocol
 from hpsearch.objectives.errors import ObjectiveError
 
 _UNSHARDABLE_OPTIMIZERS = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need unsharded weights
+
+_STRATEGY_AND_DEFAULT: dict[str, tuple[str, bool | None]] = {
+    "static_graph": ("ddp", False),
+    "bucket_cap_mb": ("ddp", None),
+    "cpu_offload": ("fsdp", False),
+    "reshard_after_forward": ("fsdp", True),
+    "shard_mesh_size": ("fsdp", None),
+    "sync_each_micro_batch": ("fsdp", False),
+}
 
 
 class _Settings(Protocol):
@@ -21,24 +30,26 @@ class _Settings(Protocol):
     @property
     def channels_last(self) -> bool: ...
     @property
-    def cpu_offload(self) -> bool: ...
+    def find_unused_parameters(self) -> bool | None: ...
     @property
-    def sync_each_micro_batch(self) -> bool: ...
+    def static_graph(self) -> bool: ...
 
 
-def check_fsdp_settings(config: _Settings) -> None:
-    """Reject settings that the strategy ``fsdp`` does not support, and settings that need it with another strategy.
+def check_strategy_settings(config: _Settings) -> None:
+    """Reject settings that the strategy ``fsdp`` does not support, and settings that need another strategy.
 
     Raises:
         ObjectiveError: the settings cannot be combined; the message has the alternatives.
     """
+    for name, (strategy, default) in _STRATEGY_AND_DEFAULT.items():
+        if (value := getattr(config, name)) != default and config.strategy != strategy:
+            raise ObjectiveError(f"{name}={value!r} needs strategy={strategy!r}, not {config.strategy!r}")
+    if config.static_graph and config.find_unused_parameters:
+        raise ObjectiveError(
+            "static_graph=True finds unused parameters in the first step, and cannot be combined with "
+            "find_unused_parameters=True; remove find_unused_parameters"
+        )
     if config.strategy != "fsdp":
-        for name, value in (
-            ("cpu_offload", config.cpu_offload),
-            ("sync_each_micro_batch", config.sync_each_micro_batch),
-        ):
-            if value:
-                raise ObjectiveError(f"{name}=True needs strategy='fsdp', not {config.strategy!r}")
         return
     if config.optimizer in _UNSHARDABLE_OPTIMIZERS:
         raise ObjectiveError(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hpsearch import Dataset, Splits, Step, TrainConfig, Trainer
+from hpsearch.objectives.training.loop.epoch import train_epoch
 from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the tests share runs
@@ -132,6 +133,7 @@ RUNS = {
     "auroc": (Ranked, UNEVEN),
     "ignored labels": (Ignoring, UNEVEN),
     "own step and metric": (CustomStep, UNEVEN),
+    "static graph with an unused layer": (CustomStep, dataclasses.replace(UNEVEN, static_graph=True)),
     "experts": (Routed, dataclasses.replace(UNEVEN, batch_size=6, find_unused_parameters=True)),
     "whole split": (Whole, UNEVEN),
     "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),
@@ -214,6 +216,28 @@ def test_ranks_compile_the_parts_of_a_model_between_communication_on_all_ranks_o
     assert compiled[1] is None
     assert failed.startswith("model not compiled: ")
     assert "no compiler" in failed
+
+
+class Deep(Sides):
+    """Five layers with about 1 MiB of gradients each."""
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 512), *(nn.Linear(512, 512) for _ in range(5)), nn.Linear(512, 2))
+
+
+def count_buckets(_ranks):
+    counts = []
+    for size in (None, 1, 50):
+        run = Trainer(Deep(), TrainConfig(batch_size=40, bucket_cap_mb=size), epochs=1, seed=0).build()
+        train_epoch(run, 0)
+        sizes = run.strategy._wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        counts.append(len(sizes.split(",")))
+    return counts
+
+
+@pytest.mark.soak
+def test_gradients_are_reduced_in_buckets_of_the_given_size():
+    assert on_ranks(2, count_buckets) == [[2, 6, 1]] * 2
 
 
 def train_all(_ranks):

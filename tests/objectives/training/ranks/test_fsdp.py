@@ -59,6 +59,14 @@ class Thawing(WideSides):
         model[0].requires_grad_(epoch > 0)
 
 
+class Failing(WideSides):
+    """One rank fails after a step, while the others wait for its shards."""
+
+    def on_epoch(self, model, epoch, config):
+        if epoch == 1 and not current_ranks().is_rank_zero:
+            raise KeyError("no such layer")
+
+
 class Encoded(WideSides):
     """A step that calls the model's layers, directly and with a method, but never the model."""
 
@@ -95,17 +103,20 @@ class Reaching(WideSides):
         return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
 
 
+HYBRID = dataclasses.replace(AVERAGED, shard_mesh_size=2)
 RUNS = {
     "sgd": (WideSides, dataclasses.replace(SHARDED, optimizer="sgd", lr=0.1)),
     "ema": (WideSides, AVERAGED),
     "swa": (WideSides, dataclasses.replace(SHARDED, swa_fraction=0.5)),
     "offload": (WideSides, dataclasses.replace(SHARDED, cpu_offload=True, clip_grad_norm=None, clip_grad_value=0.01)),
+    "hsdp": (WideSides, HYBRID),
+    "unsharded until the backward pass": (Tied, dataclasses.replace(SHARDED, reshard_after_forward=False)),
     "tied": (Tied, SHARDED),
     "thawing": (Thawing, SHARDED),
     "own step": (Encoded, SHARDED),
 }
 MUON = dataclasses.replace(SHARDED, optimizer="muon")
-ON_FOUR = ("sgd", "ema")
+ON_FOUR = ("sgd", "ema", "hsdp")
 RESUMED = [("two", "after"), ("two", "within"), ("one", "after")]
 REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
 
@@ -224,6 +235,8 @@ def on_two(ranks, folder):
     refused(Scalar)
     with contextlib.suppress(ObjectiveError), ranks.fail_together():  # later runs have new connections
         raise ObjectiveError("both fail")
+    with pytest.raises(ObjectiveError, match="no such layer"), ranks.fail_together():
+        fit(Failing(), SHARDED)
     found = {name: trained(name) for name in RUNS}
     found["muon"] = [served(fit(WideSides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
     leave(folder)
@@ -233,6 +246,7 @@ def on_two(ranks, folder):
     found["communication"] = [
         count_communication(Tied, gradient_accumulation_steps=2),
         count_communication(Tied, gradient_accumulation_steps=2, sync_each_micro_batch=True),
+        count_communication(Tied, gradient_accumulation_steps=2, reshard_after_forward=False),
     ]
     found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
     result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
@@ -244,8 +258,16 @@ def on_two(ranks, folder):
     return found
 
 
+def count_own_weights(config):
+    run = Trainer(WideSides(), config, epochs=1, seed=0).build()
+    return sum(parameter.to_local().numel() for parameter in run.model.parameters())
+
+
 def on_four(_ranks, folder):
+    with pytest.raises(ObjectiveError, match="shard_mesh_size=3 must divide the number of devices, 4; change one"):
+        fit(WideSides(), dataclasses.replace(SHARDED, shard_mesh_size=3))
     return {
+        "held": [count_own_weights(config) for config in (SHARDED, HYBRID)],
         **{name: trained(name) for name in ON_FOUR},
         **{(of, where): resume(folder / of / where) for of, where in RESUMED},
     }
@@ -303,6 +325,13 @@ def test_each_rank_holds_only_its_shard(two):
     assert max(held) < 0.6 * total
 
 
+def test_two_groups_of_ranks_hold_replicas_of_the_shards(four):
+    total = sum(parameter.numel() for parameter in WideSides().model(None, None).parameters())
+    assert sum(found["held"][0] for found in four) == total
+    assert [found["held"][1] for found in four[:2]] == [found["held"][1] for found in four[2:]]
+    assert sum(found["held"][1] for found in four[:2]) == total
+
+
 def test_autocast_does_not_keep_a_copy_of_the_whole_model_on_each_rank(alone, two):
     assert alone[1]["caches casts"]
     assert [found["caches casts"] for found in two[1]] == [False, False]
@@ -310,9 +339,10 @@ def test_autocast_does_not_keep_a_copy_of_the_whole_model_on_each_rank(alone, tw
 
 def test_gradients_are_reduced_once_per_step_and_the_root_is_gathered_once_per_micro_batch(two):
     """The model has two groups of weights: the head, and the rest in the root; 7 micro-batches make 4 steps."""
-    once, each = two[1][0]["communication"]
-    assert (once[0], each[0]) == (4 * 2, 7 * 2)
+    once, each, unsharded = two[1][0]["communication"]
+    assert (once[0], each[0], unsharded[0]) == (4 * 2, 7 * 2, 4 * 2)
     assert once[1] == each[1] == 7 * (2 + 1), "the head before the forward and the backward pass, the root once"
+    assert unsharded[1] == 7 * 2, "the head once, too"
 
 
 def test_compiled_fsdp_training_is_equal_or_marked_not_exact(alone, two):
@@ -389,7 +419,14 @@ def test_a_model_that_cannot_be_sharded_is_rejected_in_one_line(two):
         *(({"optimizer": name}, f"optimizer='{name}'") for name in ("lamb", "lars", "ranger", "lookahead", "sam")),
         ({"precision": "fp16"}, "use 'bf16'"),
         ({"channels_last": True}, "channels_last=True"),
-        ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload=True needs strategy='fsdp'"),
+        ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload=True needs strategy='fsdp', not 'ddp'"),
+        ({"strategy": "ddp", "shard_mesh_size": 8}, "shard_mesh_size=8 needs strategy='fsdp'"),
+        ({"strategy": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False needs strategy='fsdp'"),
+        ({"shard_mesh_size": 1}, "shard_mesh_size must be at least 2, not 1"),
+        ({"static_graph": True}, "static_graph=True needs strategy='ddp', not 'fsdp'"),
+        ({"bucket_cap_mb": 50}, "bucket_cap_mb=50 needs strategy='ddp'"),
+        ({"strategy": "ddp", "bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1, not 0"),
+        ({"strategy": "ddp", "static_graph": True, "find_unused_parameters": True}, "remove find_unused_parameters"),
         ({"strategy": "ddp", "sync_each_micro_batch": True}, "sync_each_micro_batch=True needs strategy='fsdp'"),
     ],
 )

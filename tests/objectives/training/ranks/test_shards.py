@@ -18,6 +18,7 @@ from tests.objectives.training.ranks.support import AVERAGED, WideSides, on_rank
 
 EPOCHS = 3
 IN_PARTS = dataclasses.replace(AVERAGED, shard_checkpoint_above_gib=0.0)
+REPLICATED = dataclasses.replace(IN_PARTS, shard_mesh_size=2)
 LEFT = ("after", "within")
 
 
@@ -36,8 +37,8 @@ class Leaving(LocalSession):
         return Verdict.STOP if self.where == "after" and record.epoch == 1 else Verdict.CONTINUE
 
 
-def fit(run_dir, where=None):
-    result = Trainer(WideSides(), IN_PARTS, epochs=EPOCHS, seed=0, session=Leaving(run_dir, where)).fit()
+def fit(run_dir, where=None, config=IN_PARTS):
+    result = Trainer(WideSides(), config, epochs=EPOCHS, seed=0, session=Leaving(run_dir, where)).fit()
     assert result.status == ("completed" if where is None else "stopped")
     whole = not any(parameter.is_meta for parameter in result.model.parameters())
     return outcome(result) if whole else None
@@ -51,6 +52,11 @@ def on_two(_ranks, folder):
                 shutil.copytree(folder / where, folder / copy / where)
     _ranks.all_gather_object(None)
     return {where: fit(folder / "two" / where) for where in LEFT}
+
+
+def on_four_with_replicas(_ranks, folder):
+    fit(folder, "within", REPLICATED)
+    return fit(folder, config=REPLICATED)
 
 
 def on_two_torn(_ranks, folder, where):
@@ -98,6 +104,12 @@ def test_a_sharded_checkpoint_resumes_on_any_number_of_ranks(world, where, two, 
     else:
         result = (found if world == 2 else on_ranks(4, on_four, folder / "four"))[0][where]
     assert_same(result, undisturbed, where)
+
+
+@pytest.mark.soak
+def test_a_sharded_checkpoint_of_replicas_resumes(undisturbed, tmp_path):
+    result, *_ = on_ranks(4, on_four_with_replicas, tmp_path)
+    assert_same(result, undisturbed, "within")
 
 
 def test_a_sharded_checkpoint_names_the_shard_of_each_rank(two):
