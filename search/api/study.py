@@ -197,8 +197,8 @@ class Study:
 
         if workers and can_fork() and multiprocessing.current_process().daemon:
             raise SearchError(
-                f"Study.{method.__name__} cannot start workers, because this process is daemonic; start the process with "
-                "daemon=False, or call Study.run_worker"
+                f"Study.{method.__name__} cannot start workers, because this process is daemonic; start the process "
+                "with daemon=False, or call Study.run_worker"
             )
         start_fork_server(workers)
         return self._parse(method, how)
