@@ -99,13 +99,24 @@ def replacement(path: Path) -> Iterator[IO[bytes]]:
                 raise PermissionError(errno.EACCES, "it belongs to another user", str(path))
         temporary = f".{uuid.uuid4().hex}.tmp"
         try:
-            with create_file(temporary, folder, mode=0o666) as file:
+            with create_file(temporary, folder, mode=0o666 if status is None else 0o600) as file:
                 yield file
-                if status is not None:  # without the bits that start a program with the rights of its owner
-                    os.fchmod(file.fileno(), status.st_mode & 0o777)
+                if status is not None:
+                    _copy_permissions(status, file.fileno())
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
             remove_file(temporary, folder)
+
+
+def _copy_permissions(status: os.stat_result, descriptor: int) -> None:
+    """Give a file the group and the mode of another one, without the bits of a program that runs as its owner."""
+    mode = status.st_mode & 0o777
+    if os.fstat(descriptor).st_gid != status.st_gid:
+        try:
+            os.fchown(descriptor, -1, status.st_gid)
+        except OSError:  # this user is not in the group
+            mode &= ~0o070
+    os.fchmod(descriptor, mode)
 
 
 def _open_device(name: str, folder: int) -> IO[bytes]:

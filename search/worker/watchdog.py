@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import EXIT_UNAVAILABLE
+from hpsearch.storage.replacement import open_parent
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Watchdog:
         end_timeout: seconds that a step of the end of a trial, such as the export of its model, may take.
 
     Raises:
-        SearchError: the heartbeat file is a link.
+        SearchError: a folder of the heartbeat file cannot be opened, or is a link of another user.
     """
 
     def __init__(self, heartbeat: Path | None, *, stall_factor: float | None, end_timeout: float) -> None:
@@ -46,9 +47,13 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._limited: tuple[str, float] | None = None  # a step with a limit of time, and its end
         if heartbeat is not None:
-            heartbeat.parent.mkdir(parents=True, exist_ok=True)
-            if heartbeat.is_symlink():
-                raise SearchError(f"--heartbeat {str(heartbeat)!r} is a link, which is not followed; give another file")
+            try:
+                with open_parent(heartbeat):
+                    pass
+            except FileNotFoundError:
+                heartbeat.parent.mkdir(parents=True, exist_ok=True)
+            except PermissionError as error:
+                raise SearchError(f"--heartbeat {str(heartbeat)!r}: {error.strerror}; give another file") from None
 
     def beat(self) -> None:
         """Record that the worker has made progress."""
@@ -130,8 +135,10 @@ class Watchdog:
 
 
 def _touch(file: Path) -> None:
-    """Set the times of a file to now, and create it if it is missing; a link of another user is not followed."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    """Set the times of a file to now, and create it if it is missing; links of other users are not followed."""
+    with open_parent(file) as (folder, name):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o666, dir_fd=folder)
     try:
         os.utime(descriptor)
     finally:

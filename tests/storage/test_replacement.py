@@ -16,6 +16,7 @@ def test_a_replacement_keeps_links_and_permissions(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     with replacement(tmp_path / "link") as file:
         file.write(b"after")
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600, "others could open it, and read it later"
         assert (tmp_path / "file").read_text() == "before"
     assert (tmp_path / "file").read_text() == "after"
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
@@ -51,6 +52,16 @@ def test_a_replacement_never_gets_the_rights_of_its_owner(tmp_path: Path) -> Non
     with replacement(tmp_path / "file") as file:
         file.write(b"new")
     assert (tmp_path / "file").stat().st_mode & 0o7777 == 0o750
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to any group")
+def test_a_replacement_keeps_the_group(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o640)
+    os.chown(tmp_path / "file", -1, 65533)
+    with replacement(tmp_path / "file") as file:
+        file.write(b"new")
+    status = (tmp_path / "file").stat()
+    assert (status.st_gid, status.st_mode & 0o777) == (65533, 0o640)
 
 
 def test_a_failed_replacement_leaves_no_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,11 +53,19 @@ def test_a_worker_without_its_fleet_ends_in_the_middle_of_a_long_epoch() -> None
     assert "has ended, and no step ended within 0.5 s; releasing the trial and exiting" in ended.stderr
 
 
-def test_a_heartbeat_follows_no_link(tmp_path: Path) -> None:
-    watchdog = Watchdog(tmp_path / "new" / "alive", stall_factor=None, end_timeout=60)
-    watchdog.beat()
-    assert (tmp_path / "new" / "alive").exists()
-    (tmp_path / "link").symlink_to(tmp_path / "created")
-    with pytest.raises(SearchError, match="is a link, which is not followed; give another file"):
-        Watchdog(tmp_path / "link", stall_factor=None, end_timeout=60)
-    assert not (tmp_path / "created").exists()
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+@pytest.mark.parametrize("link", ["link", "link/alive"])
+def test_a_heartbeat_follows_no_link_of_another_user(tmp_path: Path, link: str) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "link").symlink_to("private" if "/" in link else "private/alive")
+    Watchdog(tmp_path / link, stall_factor=None, end_timeout=60).beat()
+    (tmp_path / "private" / "alive").unlink()
+    os.chown(tmp_path / "link", 65534, -1, follow_symlinks=False)
+    with pytest.raises(SearchError, match="'link' is a link of another user; give another file"):
+        Watchdog(tmp_path / link, stall_factor=None, end_timeout=60)
+    assert list((tmp_path / "private").iterdir()) == []
+
+
+def test_a_heartbeat_creates_its_folder(tmp_path: Path) -> None:
+    Watchdog(tmp_path / "new" / "folder" / "alive", stall_factor=None, end_timeout=60).beat()
+    assert (tmp_path / "new" / "folder" / "alive").exists()
