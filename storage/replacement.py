@@ -122,8 +122,10 @@ def _copy_permissions(status: os.stat_result, descriptor: int) -> None:
 def _open_device(name: str, folder: int) -> IO[bytes]:
     descriptor = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)  # fails without a reader
     status = os.fstat(descriptor)
-    if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+    is_foreign_pipe = stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid())
+    if is_foreign_pipe or stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise PermissionError(errno.EACCES, "it is a pipe of another user", name)
+        fault = "it is a pipe of another user" if is_foreign_pipe else "another process has replaced it"
+        raise PermissionError(errno.EACCES, fault, name)
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "wb")
