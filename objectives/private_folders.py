@@ -22,12 +22,17 @@ def open_private_folder(name: str) -> Path:
     The folder is created with mode 0700 if it is missing.
 
     Raises:
-        ObjectiveError: the folder or the one that contains it belongs to another user.
+        ObjectiveError: the folder or the one that contains it belongs to another user, or the user has no home folder.
         OSError: the folder cannot be created.
     """
     import platformdirs
 
-    home = Path(os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")).expanduser().absolute()
+    try:
+        home = Path(os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")).expanduser().absolute()
+    except RuntimeError:
+        raise ObjectiveError(
+            f"uid {os.geteuid()} has no home folder; set HPSEARCH_HOME to a folder that you may write to"
+        ) from None
     home.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         home.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700)  # of root: Postgres needs access to its folder there

@@ -273,14 +273,15 @@ class _PrefixedStream(io.TextIOWrapper):
     def __init__(self, stream: TextIO, prefix: str) -> None:
         super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
         self._replaced = stream  # its destructor would close the buffer
-        self._prefix, self._is_at_start = prefix, True
+        self._prefix, self._is_at_start, self._lock = prefix, True, threading.RLock()
 
     def write(self, text: str) -> int:
         """Write a text. Lines that PyTorch has already prefixed remain unchanged."""
-        marked = re.sub(r"(?<=\n)(?!\[rank|\Z)", self._prefix, text)
-        needs_prefix = self._is_at_start and text and not text.startswith("[rank")
-        self._is_at_start = text.endswith("\n") if text else self._is_at_start
-        super().write(f"{self._prefix}{marked}" if needs_prefix else marked)
+        marked = re.sub(r"(?<=\n)(?!\[rank\d|\Z)", self._prefix, text)
+        with self._lock:  # threads print too
+            needs_prefix = self._is_at_start and text and not re.match(r"\[rank\d", text)
+            self._is_at_start = text.endswith("\n") if text else self._is_at_start
+            super().write(f"{self._prefix}{marked}" if needs_prefix else marked)
         return len(text)
 
 

@@ -28,7 +28,6 @@ from hpsearch.redaction import redact
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, find_full_disk, format_error
-from hpsearch.storage.home import HOME_VARIABLE
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -49,10 +48,6 @@ def find_environment_fault() -> str | None:
         return "the working directory was deleted; change to an existing folder"
     if platform.system() == "Linux" and not Path("/proc/self").exists():
         return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
-    try:
-        os.environ.get(HOME_VARIABLE) or Path.home()
-    except RuntimeError:
-        return f"uid {os.geteuid()} has no home folder; set HOME to a folder that it may write to"
     os.umask(umask := os.umask(0o077))
     if umask & stat.S_IRWXU:
         return f"the umask {umask:04o} closes new files to their owner; run umask 022 first"

@@ -148,7 +148,7 @@ def resolve_home(value: str | None = None) -> Path:
     """Return the path of the home folder, without creating it; see `prepare_home`.
 
     Raises:
-        StorageError: the path names an unknown user, or is a URL.
+        StorageError: the path names an unknown user, or is a URL; or no path is given, and the user has no home folder.
     """
     setting = _name_setting(value)
     if value is not None and not isinstance(value, (str, os.PathLike)):
@@ -166,4 +166,7 @@ def resolve_home(value: str | None = None) -> Path:
         return Path("/var/lib/hpsearch")
     import platformdirs
 
-    return platformdirs.user_data_path("hpsearch", appauthor=False)
+    try:
+        return platformdirs.user_data_path("hpsearch", appauthor=False)
+    except RuntimeError:
+        raise StorageError(f"uid {os.geteuid()} has no home folder; {_REMEDY}") from None

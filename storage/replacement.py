@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO
 
 _MAX_LINKS = 40  # as in Linux
-_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SEARCH = getattr(os, "O_PATH", getattr(os, "O_SEARCH", os.O_RDONLY))  # Linux, macOS, others
+_FOLDER_FLAGS = _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
@@ -31,7 +32,7 @@ def open_parent(path: Path) -> Iterator[tuple[int, str]]:
         OSError: a folder does not exist or cannot be opened, or the links form a loop.
     """
     names, links = [*path.absolute().parts[1:]], 0
-    folder = os.open(path.absolute().anchor, _FOLDER)
+    folder = os.open(path.absolute().anchor, _FOLDER_FLAGS)
     try:
         while names:
             name = names.pop(0)
@@ -39,7 +40,8 @@ def open_parent(path: Path) -> Iterator[tuple[int, str]]:
             if status is not None and stat.S_ISLNK(status.st_mode):
                 links += 1
                 if status.st_uid not in (0, os.geteuid()):
-                    raise PermissionError(errno.EACCES, f"{name!r} is a link of another user", str(path))
+                    fault = f"{name!r} is a link of another user; give the path without this link"
+                    raise PermissionError(errno.EACCES, fault, str(path))
                 if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 target = Path(os.readlink(name, dir_fd=folder))
@@ -50,7 +52,11 @@ def open_parent(path: Path) -> Iterator[tuple[int, str]]:
             elif not names:
                 yield folder, name
                 return
-            inner = os.open(name, _FOLDER, dir_fd=folder)
+            try:
+                inner = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
+            except OSError as error:
+                error.filename = str(path)
+                raise
             os.close(folder)
             folder = inner
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -120,6 +126,7 @@ def _copy_permissions(status: os.stat_result, descriptor: int) -> None:
 
 
 def _open_device(name: str, folder: int) -> IO[bytes]:
+    """Open a device or a pipe of an open folder for writing."""
     descriptor = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)  # fails without a reader
     status = os.fstat(descriptor)
     is_foreign_pipe = stat.S_ISFIFO(status.st_mode) and status.st_uid not in (0, os.geteuid())

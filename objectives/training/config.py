@@ -125,7 +125,10 @@ class TrainConfig:
         field('with "ddp": search each step for parameters without gradient; None decides by the first micro-batch'),
     ] = None
     static_graph: Annotated[
-        bool, field('with "ddp": all steps use the same parameters; DDP searches only the first one for unused ones')
+        bool,
+        field(
+            'with "ddp": all steps use the same parameters, so that DDP searches only the first step for unused ones'
+        ),
     ] = False
     bucket_cap_mb: Annotated[
         int | None, field('with "ddp": MiB of gradients per reduction; None is the default of PyTorch', ge=1)
@@ -137,7 +140,9 @@ class TrainConfig:
     ] = True
     shard_mesh_size: Annotated[
         int | None,
-        field('with "fsdp": devices that share one copy of the weights; others have replicas (HSDP); None: all', ge=2),
+        field(
+            'with "fsdp": number of devices that share one copy of the weights (HSDP); None shares it among all', ge=2
+        ),
     ] = None
     sync_each_micro_batch: Annotated[
         bool, field('with "fsdp": reduce gradients after each micro-batch; slower, but needs less memory')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets as random
@@ -18,7 +17,6 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import SERVICES_SECTION, echo, register
-from hpsearch.storage.files import write_private
 
 if TYPE_CHECKING:
     from hpsearch.storage.backup.archive import Manifest
@@ -300,40 +298,29 @@ SECRET_NAMES = (
 def secrets() -> None:
     """Print a .env file of random passwords for Docker Compose.
 
-    If the output is redirected to a file, the file is replaced by a private one (mode 0600).
+    If the output is redirected to a file, it must be private: (umask 077; hpsearch secrets > .env).
     """
-    text = "".join(f"{name}={random.token_urlsafe(24)}\n" for name in SECRET_NAMES)
-    if (file := _find_shared_output()) is None:
-        echo(text, nl=False)
-        return
-    # Another user may have opened the file already, so nothing is written to it.
-    is_appending = fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_APPEND
-    write_private(file, f"{file.read_text()}{text}" if is_appending else text)
+    _require_private_output()
+    for name in SECRET_NAMES:
+        echo(f"{name}={random.token_urlsafe(24)}")
 
 
-def _find_shared_output() -> Path | None:
-    """Return the regular file to which the output is redirected; None if there is none, or only its owner can read it.
+def _require_private_output() -> None:
+    """Reject a file as the output that other users can open, or have opened before a change of its mode.
 
     Raises:
-        SearchError: the file belongs to another user, or its path is unknown.
+        SearchError: the file belongs to another user, or others can read or write it.
     """
     from hpsearch.search.errors import SearchError
 
     try:
         status = os.fstat(sys.stdout.fileno())
     except (OSError, ValueError):  # not a file
-        return None
+        return
     if not stat.S_ISREG(status.st_mode):
-        return None
+        return
+    remedy = "remove it, and run: (umask 077; hpsearch secrets > .env)"
     if status.st_uid not in (0, os.geteuid()):
-        raise SearchError(f"the output file belongs to uid {status.st_uid}, who could read it; use another file")
-    if not status.st_mode & 0o077:
-        return None
-    try:
-        file = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
-        is_same = os.path.samestat(file.lstat(), status)
-    except OSError:  # deleted meanwhile, or no Linux
-        is_same = False
-    if not is_same or status.st_mode & 0o022:
-        raise SearchError("other users can change the output file; run umask 077 first, and write to a new file")
-    return file
+        raise SearchError(f"the output file belongs to uid {status.st_uid}, who could read it; {remedy}")
+    if status.st_mode & 0o077:
+        raise SearchError(f"other users can open the output file (mode {stat.S_IMODE(status.st_mode):04o}); {remedy}")

@@ -243,8 +243,8 @@ def smoke(
             result.write(run_dir)
     details = dataclasses.asdict(result)
     if result.passed:
-        fell = f"fell from {result.losses[0]:.4g} to {result.losses[-1]:.4g}"
-        echo("smoke test passed: the loss of {samples} samples {fell} at lr {lr:g}".format(fell=fell, **details))
+        change = f"fell from {result.losses[0]:.4g} to {result.losses[-1]:.4g}"
+        echo("smoke test passed: the loss of {samples} samples {change} at lr {lr:g}".format(change=change, **details))
         for sign in result.signs:
             echo(f"hpsearch: warning: {sign}", err=True)
         return 0

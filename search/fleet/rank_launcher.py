@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -108,6 +107,7 @@ def _find_first_host(hosts: str) -> str:
 
 
 _PREFIX = "hpsearch-ranks-"
+_MARKER = ".hpsearch-ranks"  # a file in these folders
 
 
 @contextmanager
@@ -119,6 +119,7 @@ def make_private_folder() -> Iterator[Path]:
     """
     _remove_stale_folders()
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # hidden from the clean-up of others until it is locked
+    (made / _MARKER).touch()
     held = os.open(made, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     folder = made.rename(made.with_name(made.name.removeprefix(".")))
@@ -135,8 +136,9 @@ def _remove_stale_folders() -> None:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 status = os.fstat(held)
-                # Others can give the name to a folder of this user, but not to a private one.
-                if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
+                # Others can give the name to a folder of this user, but cannot write into a private one.
+                is_own = status.st_uid == os.getuid() and not status.st_mode & 0o077
+                if is_own and (folder / _MARKER).exists():
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -200,7 +202,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             if isinstance(error, ChildFailedError):
                 rank, failure = error.get_first_failure()
                 how = _describe_exit(failure.exitcode, options.device or get_default_device())
-                where = f" (see the lines that begin with [rank{rank}])" if rank else ""
+                where = f" (see the lines that begin with [rank{rank}], if any)" if rank else ""
                 why = f"rank {rank} of {options.world_size} {how}{where}"
             sys.stderr.write(f"{why}; all ranks were terminated\n")
             return EXIT_UNAVAILABLE

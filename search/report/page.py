@@ -178,7 +178,9 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
 def update_report(services: Services, study: StoredStudy) -> Path:
     """Write the report of a study again at its default path, and return the path."""
     study.refresh()
-    return write_report(study, get_report_path(services, study), dashboard_url=services.dashboard_url)
+    path = get_report_path(services, study)
+    # The user has chosen the home, which may be behind links of an administrator.
+    return write_report(study, path.parent.resolve() / path.name, dashboard_url=services.dashboard_url)
 
 
 def _escape(value: object) -> object:

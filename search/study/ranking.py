@@ -48,9 +48,9 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
 
 
 def get_schedule(trial: FrozenTrial) -> list[dict[str, Any]] | None:
-    """Return the configurations of a trial as population-based training changed them; None if it did not.
+    """Return the configurations of a trial as population-based training changed them; None without changes.
 
-    Each entry has the first epoch (0-based), the number of the trial that trained from it on, and the parameters.
+    Each entry has the first epoch (0-based), the number of the trial that trained from this epoch, and the parameters.
 
     Raises:
         SearchError: the stored schedule is damaged.

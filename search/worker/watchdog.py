@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpsearch.search.errors import SearchError
@@ -34,11 +34,12 @@ class Watchdog:
         end_timeout: seconds that a step of the end of a trial, such as the export of its model, may take.
 
     Raises:
-        SearchError: a folder of the heartbeat file cannot be opened, or is a link of another user.
+        SearchError: a folder of the heartbeat file cannot be created, or is a link of another user.
     """
 
     def __init__(self, heartbeat: Path | None, *, stall_factor: float | None, end_timeout: float) -> None:
         self._file, self._stall_factor, self._end_timeout = heartbeat, stall_factor, end_timeout
+        self._has_warned = False
         self._touched_at = -_TOUCH_INTERVAL_SECONDS
         self._last = time.monotonic()
         self._longest = 0.0
@@ -48,12 +49,13 @@ class Watchdog:
         self._limited: tuple[str, float] | None = None  # a step with a limit of time, and its end
         if heartbeat is not None:
             try:
-                with open_parent(heartbeat):
+                with suppress(FileNotFoundError), open_parent(heartbeat):
                     pass
-            except FileNotFoundError:
                 heartbeat.parent.mkdir(parents=True, exist_ok=True)
-            except PermissionError as error:
-                raise SearchError(f"--heartbeat {str(heartbeat)!r}: {error.strerror}; give another file") from None
+            except OSError as error:
+                raise SearchError(
+                    f"--heartbeat {str(heartbeat)!r}: {error.strerror or error}; give another file"
+                ) from None
 
     def beat(self) -> None:
         """Record that the worker has made progress."""
@@ -64,7 +66,22 @@ class Watchdog:
         self._last = now
         if self._file is not None and now - self._touched_at >= _TOUCH_INTERVAL_SECONDS:
             self._touched_at = now
-            _touch(self._file)
+            self._touch(self._file)
+
+    def _touch(self, file: Path) -> None:
+        """Set the times of a file to now, and create it if it is missing; links of other users are not followed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with open_parent(file) as (folder, name):
+                descriptor = os.open(name, flags, 0o666, dir_fd=folder)
+            try:
+                os.utime(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # it must not end the trial
+            if not self._has_warned:
+                log.warning("the heartbeat cannot be written: %s", error)
+            self._has_warned = True
 
     def watch(self, release: Callable[[], None]) -> None:
         """Start monitoring an attempt.
@@ -132,14 +149,3 @@ class Watchdog:
                 release()
         finally:
             os._exit(EXIT_UNAVAILABLE)
-
-
-def _touch(file: Path) -> None:
-    """Set the times of a file to now, and create it if it is missing; links of other users are not followed."""
-    with open_parent(file) as (folder, name):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(name, flags, 0o666, dir_fd=folder)
-    try:
-        os.utime(descriptor)
-    finally:
-        os.close(descriptor)

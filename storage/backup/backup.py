@@ -167,47 +167,42 @@ def backup(  # noqa: PLR0913 a keyword for each flag
         StorageError: the file cannot be written, or the data of a service cannot be read.
     """
     file = file.expanduser().absolute()
-    with _open_target(file) as (parent, name):
-        _check_target(file, parent, name, force=force)
+    with ExitStack() as opened:
+        with _explain_target_errors(file):
+            parent, name = opened.enter_context(open_parent(file))
+            _check_target(file, parent, name, force=force)
         folder = prepare_home(home).resolve()
         check_service_options(owner_url, artifacts)
         if owner_url is None:
             if not has_stack(folder):
-                raise StorageError(
-                    f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services; give another --home"
-                )
+                fault = f"{HOME_VARIABLE} {str(folder)!r} contains no embedded services"
+                raise StorageError(f"{fault}; give another --home")
             stack.up(folder, dashboard=dashboard, progress=progress)
             locations = find_embedded_locations(folder, studies_only=studies_only)
         else:
             locations = find_own_locations(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
         if locations.mlflow is not None and files:
             _check_artifacts(locations)  # report a mistake before the backup starts
-        _remove_abandoned_files(file, parent)
-        temporary_name = f".{name}-hpsearch-{uuid.uuid4().hex[:8]}"
-        try:
+        with _explain_target_errors(file):
+            temporary_name = _make_temporary_name(name, parent)
+            opened.callback(remove_file, temporary_name, parent)
             with create_file(temporary_name, parent) as temporary:
-                manifest = _write_archive(temporary, parent, locations, files=files, progress=progress)
+                manifest = _write_archive(temporary, parent, temporary_name, locations, files=files, progress=progress)
                 size = os.fstat(temporary.fileno()).st_size
             _check_target(file, parent, name, force=force)
             os.replace(temporary_name, name, src_dir_fd=parent, dst_dir_fd=parent)
             fsync_folder(file.parent)
-        finally:
-            remove_file(temporary_name, parent)
     return BackupResult(file, manifest, size)
 
 
 @contextmanager
-def _open_target(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the opened folder of a new file and the file's name, and explain errors of this folder."""
+def _explain_target_errors(file: Path) -> Iterator[None]:
     try:
-        with open_parent(file) as found:
-            yield found
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        if file.parent.is_dir() and not file.is_dir():
-            raise
-        fault = "is a folder" if file.is_dir() else "is in a folder that does not exist"
-        raise StorageError(f"{str(file)!r} {fault}; give the path of a new file, such as backup.tar") from error
+        yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and not file.parent.is_dir():
+            fault = f"{str(file)!r} is in a folder that does not exist"
+            raise StorageError(f"{fault}; give the path of a new file, such as backup.tar") from None
         remedy = suggest_disk_remedy(error, "give another path")
         why = format_os_error(error)
         raise StorageError(f"{str(file)!r} cannot be written ({why}); no backup was made; {remedy}") from None
@@ -230,31 +225,44 @@ def _check_target(file: Path, folder: int, name: str, *, force: bool) -> None:
 def temporary_folder(home: Path, name: str) -> Iterator[Path]:
     """Yield a new private folder in the home, and delete it at the end; first delete those that dead processes left."""
     prefix = f".{name}-hpsearch-"
-    for folder in _find_abandoned(home, prefix):
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in home.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=home, ignore_cleanup_errors=True) as folder_name:
         yield Path(folder_name)
 
 
-def _remove_abandoned_files(file: Path, parent: int) -> None:
-    """Remove the temporary files that dead processes left next to `file`."""
-    for path in _find_abandoned(file.parent, f".{file.name}-hpsearch-"):
-        with suppress(OSError):  # no file, or of another user
-            remove_file(path.name, parent)
-
-
-def _find_abandoned(folder: Path, prefix: str) -> Iterator[Path]:
-    """Yield the entries of a folder whose names begin with `prefix` and whose process is certainly gone."""
-    for path in folder.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
-                yield path
+def _make_temporary_name(name: str, folder: int) -> str:
+    """Return a name for a temporary file in an open folder, and remove such files that dead processes left there."""
+    prefix = f".{name}-hpsearch-"
+    with suppress(OSError):
+        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+        try:
+            found = [entry for entry in os.listdir(listed) if entry.startswith(prefix)]  # noqa: PTH208 a descriptor
+        finally:
+            os.close(listed)
+        for entry in found:
+            status = stat_file(entry, folder)
+            if status is not None and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                with suppress(OSError):  # a folder, or a file of another user
+                    remove_file(entry, folder)
+    return f"{prefix}{uuid.uuid4().hex[:8]}"
 
 
 def _write_archive(
-    file: IO[bytes], folder: int, locations: Locations, *, files: bool, progress: OnProgress
+    file: IO[bytes], folder: int, temporary_name: str, locations: Locations, *, files: bool, progress: OnProgress
 ) -> archive.Manifest:
-    """Write the archive to an open file, with temporary files in an open folder, and return its manifest."""
+    """Write the archive to an open file, and return its manifest.
+
+    Args:
+        file: file to write to.
+        folder: open folder for temporary files.
+        temporary_name: beginning of the names of temporary files.
+        locations: locations of the data.
+        files: whether to include the artifact files.
+        progress: callback for progress lines.
+    """
     mlflow, mlflow_schema, runs, models = None, None, 0, 0
     with ExitStack() as opened:
         studies = opened.enter_context(open_snapshot(*locations.studies))
@@ -274,7 +282,8 @@ def _write_archive(
         dumped_by, dumps = [], {}
         for name, each in snapshots.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
-            dumps[name] = opened.enter_context(_create_unnamed_file(folder))
+            dumps[name] = opened.enter_context(create_file(f"{temporary_name}-{name}", folder))
+            opened.callback(remove_file, f"{temporary_name}-{name}", folder)
             dumped_by.append(each.dump(dumps[name]).version)
         manifest = archive.Manifest(
             made_at=made_at,
@@ -301,14 +310,6 @@ def _write_archive(
                 _add_artifacts(writer, locations, files=files, progress=progress)
             writer.write_index()
     return manifest
-
-
-def _create_unnamed_file(folder: int) -> IO[bytes]:
-    """Create a file without a name on the disk of an open folder."""
-    name = f".hpsearch-{uuid.uuid4().hex}"
-    file = create_file(name, folder)
-    remove_file(name, folder)
-    return file
 
 
 def _max_version(versions: list[str]) -> str:

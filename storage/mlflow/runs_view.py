@@ -63,6 +63,8 @@ def share_view(
         "modelVersionFilter": "All Runs",
         "selectedColumns": ["attributes.`Duration`", *columns],
     }
-    while len(value := json.dumps(view)) > _MAX_CHARACTERS:
-        view["selectedColumns"] = view["selectedColumns"][: len(view["selectedColumns"]) // 2]
-    tracking.client.set_experiment_tag(tracking.experiment_id, f"{_TAG_PREFIX}{parent}", value)
+    excess = len(json.dumps(view)) - _MAX_CHARACTERS
+    while excess > 0 and columns:
+        excess -= len(json.dumps(columns.pop())) + len(", ")
+    view["selectedColumns"] = ["attributes.`Duration`", *columns]
+    tracking.client.set_experiment_tag(tracking.experiment_id, f"{_TAG_PREFIX}{parent}", json.dumps(view))

@@ -42,7 +42,7 @@ def test_a_missing_password_is_an_error_with_a_remedy(missing: str) -> None:
     rest = {name: "x" for name in REQUIRED if name != missing}
     done = tool("docker-compose", "--env-file", os.devnull, "config", **rest)
     assert done.stdout == ""
-    assert f"required variable {missing} is missing a value: run ./hpsearch secrets > .env" in done.stderr
+    assert f"required variable {missing} is missing a value: run (umask 077; ./hpsearch secrets > .env)" in done.stderr
 
 
 def test_services_have_restart_policies_limits_and_health_checks(services: dict[str, Any]) -> None:

@@ -53,7 +53,6 @@ class DDPStrategy(Strategy):
             norm.has_samples = has_samples
         if self._wrapped is None:
             self._wrapped = self._wrap(batch, autocast)
-            more = more and not self._config.static_graph  # DDP records the graph while it reduces the gradients
         with self._wrapped.no_sync() if more else nullcontext():
             result: tuple[Tensor, Step] = self._wrapped(batch, autocast)
         loss, step = result

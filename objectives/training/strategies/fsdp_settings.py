@@ -33,6 +33,10 @@ class _Settings(Protocol):
     def find_unused_parameters(self) -> bool | None: ...
     @property
     def static_graph(self) -> bool: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def gradient_accumulation_steps(self) -> int: ...
 
 
 def check_strategy_settings(config: _Settings) -> None:
@@ -48,6 +52,14 @@ def check_strategy_settings(config: _Settings) -> None:
         raise ObjectiveError(
             "static_graph=True finds unused parameters in the first step, and cannot be combined with "
             "find_unused_parameters=True; remove find_unused_parameters"
+        )
+    # DDP records the graph while it reduces the gradients of the first backward pass.
+    if config.static_graph and config.compile:
+        raise ObjectiveError("static_graph=True is not available with compile=True; remove one of them")
+    if config.static_graph and config.gradient_accumulation_steps > 1:
+        raise ObjectiveError(
+            "static_graph=True is not available with gradient_accumulation_steps > 1, because a resume would not be "
+            "exact; remove one of them"
         )
     if config.strategy != "fsdp":
         return

@@ -30,7 +30,7 @@ def reject_link(folder: Path) -> None:
     """Reject a folder that is a link of another user.
 
     Raises:
-        OSError: it is one.
+        OSError: the folder is a link of another user.
     """
     if folder.is_symlink() and folder.lstat().st_uid not in (0, os.geteuid()):
         raise OSError(errno.ELOOP, f"{folder.name!r} is a link of another user")
@@ -63,9 +63,9 @@ class EventFiles:
             LockHeldError: another process holds the lock.
             OSError: the folder is not usable.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder.parent, self.folder):
             reject_link(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         if (descriptor := lock_file(self.folder / _LOCK)) is None:
             raise LockHeldError(f"another process writes to {self.folder}")
         try:

@@ -14,11 +14,14 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.search.cli import main, run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_FILE_VARIABLE, find_environment_fault
+from hpsearch.search.process import EXIT_FILE_VARIABLE
 from hpsearch.search.report.table_file import write_table
-from hpsearch.storage.home import HOME_VARIABLE
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.home import HOME_VARIABLE, resolve_home
 from tests.factories import LOOP_OBJECTIVE
 from tests.full_disk import full_disk
 
@@ -100,13 +103,20 @@ def test_a_umask_that_closes_new_files_is_an_error() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes a user without an account, as root")
-def test_a_user_without_a_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", HOME_VARIABLE):
+def test_a_user_without_a_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", HOME_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     if (child := os.fork()) == 0:
-        os.setuid(12345)
-        expected = "uid 12345 has no home folder; set HOME to a folder that it may write to"
-        os._exit(0 if find_environment_fault() == expected else 1)
+        try:
+            os.setuid(12345)
+            assert resolve_home(str(tmp_path)) == tmp_path
+            with pytest.raises(StorageError, match=r"^uid 12345 has no home folder; set HPSEARCH_HOME to a folder"):
+                resolve_home()
+            with pytest.raises(ObjectiveError, match=r"^uid 12345 has no home folder; set HPSEARCH_HOME to a folder"):
+                open_private_folder("prepared")
+            os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -59,8 +59,8 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(place: Path)
     """It keeps folders of live launchers, folders in use by processes of a killed launcher, and all other files."""
     (place / "hpsearch-ranks-file").touch()
     (place / "hpsearch-ranks-link").symlink_to(place, target_is_directory=True)
-    others = {place / "hpsearch-ranks-file", place / "hpsearch-ranks-link", place / "hpsearch-ranks-shared"}
-    (place / "hpsearch-ranks-shared").mkdir(mode=0o755)  # another user can give this name to a folder of this user
+    others = {place / f"hpsearch-ranks-{name}" for name in ("file", "link", "renamed")}
+    (place / "hpsearch-ranks-renamed").mkdir(mode=0o700)  # another user can give this name to a folder of this user
     with ExitStack() as stack:
         (killed, left), (_, kept) = (stack.enter_context(launcher()) for _ in range(2))
         killed.send_signal(signal.SIGKILL)

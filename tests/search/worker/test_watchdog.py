@@ -61,7 +61,7 @@ def test_a_heartbeat_follows_no_link_of_another_user(tmp_path: Path, link: str) 
     Watchdog(tmp_path / link, stall_factor=None, end_timeout=60).beat()
     (tmp_path / "private" / "alive").unlink()
     os.chown(tmp_path / "link", 65534, -1, follow_symlinks=False)
-    with pytest.raises(SearchError, match="'link' is a link of another user; give another file"):
+    with pytest.raises(SearchError, match="'link' is a link of another user; give the path without this link"):
         Watchdog(tmp_path / link, stall_factor=None, end_timeout=60)
     assert list((tmp_path / "private").iterdir()) == []
 

@@ -133,7 +133,10 @@ RUNS = {
     "auroc": (Ranked, UNEVEN),
     "ignored labels": (Ignoring, UNEVEN),
     "own step and metric": (CustomStep, UNEVEN),
-    "static graph with an unused layer": (CustomStep, dataclasses.replace(UNEVEN, static_graph=True)),
+    "static graph with an unused layer": (
+        CustomStep,
+        dataclasses.replace(UNEVEN, gradient_accumulation_steps=1, static_graph=True),
+    ),
     "experts": (Routed, dataclasses.replace(UNEVEN, batch_size=6, find_unused_parameters=True)),
     "whole split": (Whole, UNEVEN),
     "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),

@@ -427,6 +427,8 @@ def test_a_model_that_cannot_be_sharded_is_rejected_in_one_line(two):
         ({"bucket_cap_mb": 50}, "bucket_cap_mb=50 needs strategy='ddp'"),
         ({"strategy": "ddp", "bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1, not 0"),
         ({"strategy": "ddp", "static_graph": True, "find_unused_parameters": True}, "remove find_unused_parameters"),
+        ({"strategy": "ddp", "static_graph": True, "compile": True}, "not available with compile=True"),
+        ({"strategy": "ddp", "static_graph": True, "gradient_accumulation_steps": 2}, "a resume would not be exact"),
         ({"strategy": "ddp", "sync_each_micro_batch": True}, "sync_each_micro_batch=True needs strategy='fsdp'"),
     ],
 )
