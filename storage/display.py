@@ -39,7 +39,10 @@ def _escape_character(match: re.Match[str]) -> str:
     code = ord(match[0])
     if short := {9: r"\t", 10: r"\n", 13: r"\r"}.get(code):
         return short
-    return rf"\x{code:02x}" if code < 0x7F else rf"\u{code:04x}"  # JSON has no \x; it may contain the others
+    if code < 0x7F:
+        return rf"\x{code:02x}"  # JSON has no \x; it may contain the others
+    units = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(rf"\u{units[start : start + 4]}" for start in range(0, len(units), 4))  # two of them above \uffff
 
 
 def escape_markdown(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpsearch.storage.display import (
@@ -48,6 +48,7 @@ def test_escaping_twice_has_no_further_effect(text: str) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
+@example("\U000e0000")
 def test_json_keeps_its_values(text: str) -> None:
     assert json.loads(escape_controls(json.dumps({text: text}, ensure_ascii=False))) == {text: text}
 
