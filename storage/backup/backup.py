@@ -236,7 +236,7 @@ def temporary_folder(home: Path, name: str) -> Iterator[Path]:
 def _make_temporary_name(name: str, folder: int) -> str:
     """Return a name for a temporary file in an open folder, and remove such files that dead processes left there."""
     prefix = f".{name}-hpsearch-"
-    with suppress(OSError):
+    with suppress(OSError):  # a folder whose entries this user may not list
         listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
         try:
             found = [entry for entry in os.listdir(listed) if entry.startswith(prefix)]  # noqa: PTH208 a descriptor
