@@ -139,15 +139,20 @@ _SELECT_PROMOTABLE = sa.text(f"""
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
+# At most `min_complete`.
+_COUNT_COMPLETE = """
+    (SELECT count(*) FROM (
+        SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e)
+"""
+
 # Only while the COMPLETE and running trials are fewer than `min_complete`.
 _SELECT_TO_COMPLETE = sa.text(f"""
     SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_JOIN_WAITING.format(order="")} ON true
-     WHERE c.study_id = :study
-       AND :running + (SELECT count(*) FROM (
-             SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e) < :complete
+     WHERE c.study_id = :study AND :running + {_COUNT_COMPLETE} < :complete
      ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
+# Until `min_complete` trials are COMPLETE, all waiting trials are kept: those that rank higher may diverge or fail.
 _SELECT_TO_PRUNE = sa.text(f"""
     SELECT r.*, {_COUNT_BETTER} AS better,
            (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
@@ -162,7 +167,7 @@ _SELECT_TO_PRUNE = sa.text(f"""
              WHERE c.reached < :factor * :complete
                AND p.study_id = c.study_id AND p.rung = c.rung AND p.promoted_at IS NOT NULL
             ) AS few ON true
-         WHERE c.study_id = :study ORDER BY c.rung LIMIT 1) AS r
+         WHERE c.study_id = :study AND (:over OR {_COUNT_COMPLETE} >= :complete) ORDER BY c.rung LIMIT 1) AS r
 """)  # noqa: S608 the parts are constants
 
 # Only trials that wait at rungs have a start, so the first condition skips these thousands of rows.
@@ -259,6 +264,8 @@ def find_next_to_prune(
     connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "timeout reached"
 ) -> PrunedTrial | None:
     """Return the worst trial that waits at a rung and cannot be promoted any more; None if there is no such trial.
+
+    Before `min_complete` trials are complete, there is no such trial unless `over` is true.
 
     Args:
         connection: connection whose transaction holds the lock of the study's row.

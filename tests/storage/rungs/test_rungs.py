@@ -116,7 +116,7 @@ def test_the_earlier_of_equal_values_is_better(asha: Asha, storage: BaseStorage,
     assert take(claims).number == 0
 
 
-def test_a_trial_without_any_chance_of_promotion_is_pruned_at_once(
+def test_a_trial_without_any_chance_of_promotion_is_pruned_as_soon_as_min_complete_trials_are_complete(
     asha: Asha, storage: BaseStorage, study_id: int
 ) -> None:
     budget(storage, study_id, n_trials=4)  # 2 of them are promoted at rung 0, and 1 at rung 1
@@ -125,7 +125,10 @@ def test_a_trial_without_any_chance_of_promotion_is_pruned_at_once(
     for claim, value in zip(held, (0.3, 0.2, 0.1), strict=True):
         storage.set_trial_intermediate_value(claim.trial_id, 0, value)
         claims.report_rung(claim, 0, value)
-    assert take(claims).number == 0
+    promoted = take(claims)
+    assert promoted.number == 0
+    assert take(claims).number == 3, "trial 2 is kept, because the better trials may fail"
+    claims.finish_attempt(promoted, Outcome.COMPLETE, value=0.3)
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 2
@@ -168,15 +171,18 @@ def test_the_best_trial_completes_if_too_few_trials_arrive(
         assert not claims.report_rung(claim, 1, 2 / (1 + number)).is_promoted
     best = take(claims)
     assert (best.number, best.attempt) == (0, 3)
-    retired = [claims.claim() for _ in range(4)]
-    assert {each.number for each in retired if isinstance(each, PrunedTrial)} == {2, 3, 4, 5}
     assert claims.claim() == NoTrialAvailable(running_trials=1)
     claims.finish_attempt(best, Outcome.FAILED)
     other = take(claims)  # at least one trial has to complete
     assert (other.number, other.attempt) == (1, 3)
-    claims.finish_attempt(other, Outcome.COMPLETE, value=1.0)
+    claims.finish_attempt(other, Outcome.INFEASIBLE)
+    last = take(claims)  # it was never among the best third
+    assert (last.number, last.attempt) == (2, 2)
+    claims.finish_attempt(last, Outcome.COMPLETE, value=1.0)
+    retired = [claims.claim() for _ in range(3)]
+    assert {each.number for each in retired if isinstance(each, PrunedTrial)} == {3, 4, 5}
     assert claims.claim() == NoTrialAvailable(running_trials=0)
-    assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
 
 
 def test_min_complete_trials_complete_if_too_few_trials_arrive(
@@ -189,10 +195,7 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
     held = [take(claims) for _ in range(2)]  # the best third of six
     held.append(take(claims))  # at once, because two complete trials are too few
     assert [claim.number for claim in held] == [0, 1, 2]
-    ended = [claims.claim() for _ in range(4)]
-    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, PrunedTrial, NoTrialAvailable], (
-        "three run, and may all be complete"
-    )
+    assert claims.claim() == NoTrialAvailable(running_trials=3)
     for claim in held:
         claims.report_rung(claim, 1, 1 / (1 + claim.number))
     last = []
@@ -200,9 +203,10 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
         last.append(take(claims))
         claims.finish_attempt(last[-1], Outcome.COMPLETE, value=1.0)
     assert [claim.number for claim in last] == [0, 1, 2]
-    assert claims.claim() == NoTrialAvailable(running_trials=0)
+    ended = [claims.claim() for _ in range(4)]
+    assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, PrunedTrial, NoTrialAvailable]
     assert isinstance(ended[0], PrunedTrial)
-    assert "only 3 of 6 trials are promoted" in ended[0].reason
+    assert "only ranks 1 to 3 are promoted" in ended[0].reason
 
 
 def test_the_rest_of_a_budget_in_epochs_completes_min_complete_trials(

@@ -56,12 +56,13 @@ def test_show_lists_waiting_promoted_and_pruned_trials_per_rung(
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
         claims.report_rung(claim, 0, value)
-    take(claims)  # trial 0 is promoted
+    promoted = take(claims)
     shown = " ".join(say("show", "s").split())
     assert "rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in shown
     assert "paused at rung 0, epoch 1, with rank 3 of 3" in shown
     stored = load_study(storage, "s")
     assert "- rung 0, 1 epoch: 4 reached, 2 promoted, 2 paused" in study_note(stored, summarise(stored)).splitlines()
+    claims.finish_attempt(promoted, Outcome.COMPLETE, value=0.3)
     while isinstance(claims.claim(), PrunedTrial):
         pass
     shown = " ".join(say("show", "s").split())
@@ -87,14 +88,14 @@ def test_a_larger_budget_allows_more_promotions(say: Say, claims: Claims, storag
     for claim, value in zip(held, (0.3, 0.4, 0.2, 0.1), strict=True):
         claims.report(claim, 0, value)
         claims.report_rung(claim, 0, value)
-    take(claims)
+    claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.3)
     while isinstance(claims.claim(), PrunedTrial):
         pass
     states = [t.state.name for t in storage.get_all_trials(load_study(storage, "s").study_id)]
-    assert states == ["RUNNING", "RUNNING", "PRUNED", "PRUNED"]
+    assert states == ["COMPLETE", "RUNNING", "PRUNED", "PRUNED"]
     say("extend", "s", "--trials", "6")
     states = [t.state.name for t in storage.get_all_trials(load_study(storage, "s").study_id)]
-    assert states == ["RUNNING", "RUNNING", "WAITING", "PRUNED"]
+    assert states == ["COMPLETE", "RUNNING", "WAITING", "PRUNED"]
 
 
 def test_show_trial_prints_the_reason_of_its_configuration(say: Say, claims: Claims, storage: PostgresStorage) -> None:
