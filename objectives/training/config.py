@@ -279,6 +279,7 @@ class RunPlan:
         fold: index of the fold that the run validates on; None for a run on one split, or on all folds.
         config_by_epoch: the configurations of a run whose configuration changes, by the first epoch that each trains,
             from 0; empty for a run with one configuration.
+        seed_by_epoch: the seeds that take the place of `seed` in such a run, by the same epochs; empty to use `seed`.
 
     Raises:
         ObjectiveError: a number is out of range, or the numbers contradict each other.
@@ -292,6 +293,7 @@ class RunPlan:
     folds: int | None = None
     fold: int | None = None
     config_by_epoch: Mapping[int, TrainConfig] = dataclasses.field(default_factory=dict)
+    seed_by_epoch: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int):
@@ -310,15 +312,22 @@ class RunPlan:
             raise ObjectiveError(f"fold must be from 0 to folds - 1 with folds={self.folds}, not {self.fold}")
         if self.config_by_epoch and min(self.config_by_epoch) != 0:
             raise ObjectiveError(f"config_by_epoch must begin with epoch 0, not {min(self.config_by_epoch)}")
+        if self.seed_by_epoch and self.seed_by_epoch.keys() != self.config_by_epoch.keys():
+            raise ObjectiveError(f"seed_by_epoch must have the epochs of config_by_epoch, not {[*self.seed_by_epoch]}")
 
     def get_config(self, epoch: int) -> TrainConfig | None:
         """Return the configuration that trains an epoch, from 0; None for a run with one configuration."""
         begun = [first for first in self.config_by_epoch if first <= epoch]
         return self.config_by_epoch[max(begun)] if begun else None
 
+    def get_seed(self, epoch: int) -> int:
+        """Return the seed of an epoch, from 0."""
+        begun = [first for first in self.seed_by_epoch if first <= epoch]
+        return self.seed_by_epoch[max(begun)] if begun else self.seed
+
     @property
     def identity(self) -> dict[str, int]:
         """Entries of the plan that identify the run in a checkpoint, where `resplit_seed` has the key "division"."""
-        own = {name: value for name, value in vars(self).items() if name != "config_by_epoch"}
+        own = {name: value for name, value in vars(self).items() if not name.endswith("_by_epoch")}
         stored = {**own, "division": self.resplit_seed, "resplit_seed": None}
         return {name: value for name, value in stored.items() if value is not None}

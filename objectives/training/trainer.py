@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,8 @@ class Trainer(BaseTrainer):
         config_by_epoch: the configurations of a run whose configuration changes, by the first epoch that each trains,
             from 0, as population-based training finds them. Only parameters may differ with which the model and the
             optimizer keep the names and shapes of their state. None trains all epochs with `config`.
+        seed_by_epoch: the seeds that take the place of `seed` in such a run, by the same epochs, as in a trial of
+            population-based training that continued another one. None uses `seed`.
         session: session that saves the run and may end it; None uses `LocalSession(run_dir)`.
         run_dir: directory for configuration, log, metrics and plots, which only this user may be able to change. None
             uses the directory of the session, or writes no files if there is no session.
@@ -147,6 +150,7 @@ class Trainer(BaseTrainer):
         refit: int | None = None,
         fold: Fold | None = None,
         config_by_epoch: Mapping[int, TrainConfig] | None = None,
+        seed_by_epoch: Mapping[int, int] | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
@@ -154,7 +158,7 @@ class Trainer(BaseTrainer):
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        more: dict[str, Any] = {"config_by_epoch": config_by_epoch or {}}
+        more: dict[str, Any] = {"config_by_epoch": config_by_epoch or {}, "seed_by_epoch": seed_by_epoch or {}}
         if fold is not None:
             more |= {"fold": fold.index, "folds": fold.count}
         plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, resplit_seed, refit, **more)
@@ -187,15 +191,17 @@ class Trainer(BaseTrainer):
         """Return the run with the configuration of its next epoch: a new run with the old one's state if it changes."""
         epoch = run.curve.next_epoch
         config = self.plan.get_config(epoch)
-        if config is None or config == run.config:
+        if config is None or (config == run.config and self.plan.get_seed(epoch) == run.plan.seed):
             return run
+        if run.step == 0:  # it was built for a later epoch, whose checkpoint is lost
+            return self.build(epoch)
         before, after = run.config.to_dict(), config.to_dict()
         settings = ", ".join(f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name])
-        self.files.log.info("from epoch %d: %s", epoch + 1, settings)
-        changed = self.build(config)
+        self.files.log.info("from epoch %d: %s", epoch + 1, settings or "another seed")
+        changed = self.build(epoch)
         for trained in range(epoch + (run.mid_epoch_state is not None)):
             self._on_epoch(changed, trained)
-        changed.load_state_dict(run.state_dict(), is_other_config=True)
+        changed.load_state_dict(run.state_dict(), is_other_config=config != run.config)
         changed.mid_epoch_state = run.mid_epoch_state
         return changed
 
@@ -303,17 +309,15 @@ class Trainer(BaseTrainer):
             self.files.log.info("stopped in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
             raise MidEpochStopError
 
-    def build(self, config: TrainConfig | None = None) -> Run:
-        """Build the run; see `build_run`. Without `config`, its configuration is that of the next epoch."""
+    def build(self, epoch: int | None = None) -> Run:
+        """Build the run with the configuration and seed of an epoch, from 0; None for the first unreported epoch."""
         reset_peak_memory(self.device)
-        if config is None and self.plan.config_by_epoch:
+        plan = self.plan
+        if epoch is None and plan.config_by_epoch:
             # Only rank 0 has the epochs that earlier attempts have reported.
-            reported = self.ranks.broadcast_object(0 if self.curve is None else len(self.curve.values))
-            config = self.plan.get_config(reported)
-        config = config or self.config
-        run, untrained = build_run(
-            self.objective, config, self.plan, device=self.device, ranks=self.ranks, curve=self.curve
-        )
+            epoch = self.ranks.broadcast_object(0 if self.curve is None else len(self.curve.values))
+        config, plan = plan.get_config(epoch or 0) or self.config, replace(plan, seed=plan.get_seed(epoch or 0))
+        run, untrained = build_run(self.objective, config, plan, device=self.device, ranks=self.ranks, curve=self.curve)
         run.measurer.require_device()
         run.shards = None if self.session is None else self.session.shards
         where = str(self.device)

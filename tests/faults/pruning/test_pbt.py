@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def test_random_kills_change_no_result(arena: Arena, seed: int) -> None:
 
     arena.work(3, meanwhile=kill)
     assert killed[0] > 5
+    assert_equals_twin(arena, quiet)
+
+
+@pytest.mark.soak
+def test_lost_checkpoints_change_no_result(arena: Arena) -> None:
+    """A trial that copied another one, and finds no checkpoint, trains its whole lineage again."""
+    quiet = make_quiet_twin(arena)
+    arena.create(N_TRIALS, [], settings=PBT, retries=10)
+    lost = list[Path]()
+
+    def lose_checkpoints(running: list[Worker]) -> None:
+        if not lost and len(read(arena)[1]) >= 2 * N_TRIALS:
+            for worker in running:
+                worker.send(signal.SIGKILL)
+            wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in running), "the workers to die")
+            lost.extend(arena.home.rglob("*.pt"))
+            for path in lost:
+                path.unlink()
+
+    arena.work(2, meanwhile=lose_checkpoints)
+    assert len(lost) >= N_TRIALS
     assert_equals_twin(arena, quiet)
 
 

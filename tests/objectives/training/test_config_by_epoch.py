@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -12,6 +13,7 @@ from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.training.checks.in_flight import InFlightCheck
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.session import Curve
 from tests.objectives.training.support import Wine, exact
 
 BASE = TrainConfig(lr=0.05, optimizer="sgd", batch_size=32, ema_decay=0.9)
@@ -41,6 +43,39 @@ def test_a_run_that_is_stopped_after_every_epoch_changes_no_bit(schedule: str, t
     constant = Trainer(Wine(), configs[0], epochs=4, seed=1).fit()
     assert exact(constant.history[:2]) == exact(whole.history[:2])
     assert constant.history[2].metrics["val_loss"] != whole.history[2].metrics["val_loss"]
+
+
+class WithoutCheckpoint(LocalSession):
+    """The session of a trial that has reported epochs and lost its checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.curve = Curve("accuracy", maximize=True, known=dict.fromkeys(range(3), 0.5))
+
+    def restore(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("second", [LATER, BASE], ids=["other configuration", "other seed"])
+def test_a_run_that_continues_the_checkpoint_of_another_one_can_be_repeated(
+    second: TrainConfig, tmp_path: Path
+) -> None:
+    Trainer(Wine(), BASE, epochs=4, seed=1, split_seed=5, session=StopAfter(tmp_path, 1)).fit()
+    schedule: dict[str, Any] = {"config_by_epoch": {0: BASE, 2: second}, "seed_by_epoch": {0: 1, 2: 7}}
+    options: dict[str, Any] = {"epochs": 4, "seed": 7, "split_seed": 5}
+    copied = Trainer(Wine(), BASE, **options, session=LocalSession(tmp_path), **schedule).fit()
+    assert len(copied.history) == 4
+    again = Trainer(Wine(), BASE, **options, **schedule).fit()
+    assert exact(again.history) == exact(copied.history)
+    lost = Trainer(Wine(), BASE, **options, session=WithoutCheckpoint(tmp_path / "lost"), **schedule).fit()
+    assert exact(lost.history) == exact(copied.history)
+    own = Trainer(Wine(), BASE, **options, config_by_epoch=schedule["config_by_epoch"]).fit()
+    assert exact(own.history)[0] != exact(copied.history)[0]
+
+
+def test_the_seeds_change_with_the_configurations() -> None:
+    with pytest.raises(ObjectiveError, match=r"seed_by_epoch must have the epochs of config_by_epoch, not \[0, 1\]"):
+        Trainer(Wine(), BASE, epochs=4, seed=0, config_by_epoch={0: BASE}, seed_by_epoch={0: 1, 1: 2})
 
 
 def test_the_learning_rate_continues_at_the_same_epoch_of_its_schedule() -> None:
