@@ -53,7 +53,7 @@ POINT = 100  # a point is a hundredth of the metric
 
 
 class Small(Objective):
-    """A small problem with tabular data; `drawn` generates the samples."""
+    """A small problem with tabular data; `draw` generates the samples."""
 
     epochs: ClassVar[int] = EPOCHS
     samples: ClassVar[int] = 1000  # per study
@@ -67,7 +67,7 @@ class Small(Objective):
         super().__init__()
         self.study = study
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         """Return inputs, targets and groups of a number of samples; study -1 is the reserve."""
         raise NotImplementedError
 
@@ -84,12 +84,12 @@ class Small(Objective):
         )
 
     def data(self, seed: int) -> Splits:
-        x, y, groups = self.drawn(self.study, self.samples)
+        x, y, groups = self.draw(self.study, self.samples)
         return Splits.make(x, y, seed=seed, groups=groups)
 
     def reserve(self) -> Dataset:
         """Return the samples that no study uses."""
-        x, y, _ = self.drawn(-1, self.reserve_size)
+        x, y, _ = self.draw(-1, self.reserve_size)
         return Splits.make(x, y, seed=0, val=0.001, test=0.001, stratify=False).train
 
     def reference(self) -> tuple[FitResult, TrainConfig, Dataset]:
@@ -122,7 +122,7 @@ class Mixture(Small):
     name: ClassVar[str] = "mixture"
     metric = "accuracy"
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         centres = 1.1 * np.random.default_rng(7).normal(size=(15, 12))
         rng = np.random.default_rng([11, study + 1])
         which = rng.integers(15, size=samples)
@@ -137,7 +137,7 @@ class Rare(Small):
     name: ClassVar[str] = "rare"
     metric = "auroc"
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         rng = np.random.default_rng([13, study + 1])
         x = rng.normal(size=(samples, 10))
         score = x[:, 0] * x[:, 1] + np.abs(x[:, 2]) + 0.5 * x[:, 3] + rng.normal(size=samples)
@@ -150,7 +150,7 @@ class Patients(Small):
     name: ClassVar[str] = "patients"
     metric = "r2"
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         rng = np.random.default_rng([17, study + 1])
         groups = np.arange(samples) // 5
         effect = rng.normal(size=(samples // 5, 3))[groups]
@@ -167,7 +167,7 @@ class Scans(Small):
     samples: ClassVar[int] = 800
     metric = "accuracy"
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -231,7 +231,7 @@ class Generator(Small):
     reserve_size: ClassVar[int] = 20_000
     is_set_metric: ClassVar[bool] = True
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         centres = 2 * np.random.default_rng(23).normal(size=(6, 3))
         rng = np.random.default_rng([29, study + 1])
         points = centres[rng.integers(6, size=samples)] + 0.3 * rng.normal(size=(samples, 3))
@@ -282,7 +282,7 @@ class Finalist:
     ease: tuple[float, float]
 
 
-def study(given: tuple[str, int]) -> list[dict[str, Any]]:
+def run_study(given: tuple[str, int]) -> list[dict[str, Any]]:
     """Run a study; return the fields of its finalists, the best of the search first."""
     name, number = given
     torch.set_num_threads(1)
@@ -448,7 +448,7 @@ def main() -> None:
             for name in given.objectives:
                 raw[name] = []
                 numbers = range(given.first, given.first + given.studies)
-                for done, found in enumerate(pool.map(study, [(name, number) for number in numbers]), 1):
+                for done, found in enumerate(pool.map(run_study, [(name, number) for number in numbers]), 1):
                     raw[name].append(found)
                     print(f"{name}: {done} of {given.studies}", file=sys.stderr, flush=True)
                 if given.raw:

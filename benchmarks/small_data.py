@@ -50,7 +50,7 @@ class BuiltIn(Small):
 
     reserve_size: ClassVar[int] = 0
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         from sklearn import datasets
 
         found = getattr(datasets, f"load_{self.name}")()
@@ -58,7 +58,7 @@ class BuiltIn(Small):
         return found.data, ((y - y.mean()) / y.std()).astype(np.float32) if self.metric == "r2" else y, None
 
     def data(self, seed: int) -> Splits:
-        x, y, _ = self.drawn(self.study, 0)
+        x, y, _ = self.draw(self.study, 0)
         return Splits.make(x, y, seed=seed, val=0.15, test=0.4)
 
 
@@ -99,7 +99,7 @@ class Friedman(Small):
     samples: ClassVar[int] = 250
     reserve_size: ClassVar[int] = 20_000
 
-    def drawn(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
+    def draw(self, study: int, samples: int) -> tuple[Rows, Rows, Rows | None]:
         rng = np.random.default_rng([31, study + 1])
         x = rng.random((samples, 10))
         value = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
@@ -109,7 +109,7 @@ class Friedman(Small):
 DATA: dict[str, type[Small]] = {cls.name: cls for cls in (Wine, Diabetes, BreastCancer, SmallMixture, Friedman)}
 
 
-def study(given: tuple[str, int]) -> dict[str, dict[str, float]]:
+def run_ways(given: tuple[str, int]) -> dict[str, dict[str, float]]:
     """Run a study in all ways; return the best value of the search and the test score of its model by way."""
     name, number = given
     torch.set_num_threads(1)
@@ -171,7 +171,7 @@ def main() -> None:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             for name in given.data:
                 raw[name] = []
-                for found in pool.map(study, [(name, number) for number in range(given.studies)]):
+                for found in pool.map(run_ways, [(name, number) for number in range(given.studies)]):
                     raw[name].append(found)
                     print(f"{name}: {len(raw[name])} of {given.studies}", file=sys.stderr, flush=True)
                     if given.raw:

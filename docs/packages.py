@@ -48,7 +48,7 @@ PACKAGES = (
     "objectives.training",
     "objectives.training.ranks",
     "objectives.training.reproducibility",
-    *("objectives.training.strategies.fsdp_settings", "objectives.training.config"),
+    *("objectives.training.strategies.strategy_settings", "objectives.training.config"),
     "objectives.training.optimizers",
     "objectives.training.data",
     "objectives.training.evaluation",

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from hpsearch.former_names import translate_training_config
 from hpsearch.objectives.errors import ObjectiveError, suggest_names
-from hpsearch.objectives.training.strategies.fsdp_settings import check_strategy_settings
+from hpsearch.objectives.training.strategies.strategy_settings import check_strategy_settings
 
 # `hpsearch.objectives.training.optimizers` builds them by these names.
 BASE_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")

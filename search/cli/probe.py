@@ -218,7 +218,7 @@ class ObjectiveProcess:
                 answer = function(objective, spec), None
             except USER_ERRORS as error:
                 answer = None, str(error)
-            except Exception:
+            except Exception:  # a fault of hpsearch: its traceback is printed, and the command ends
                 sys.excepthook(*sys.exc_info())
             except BaseException as error:  # of the objective's code
                 fault = f"raises {type(error).__name__} in a check before the first trial; remove it"
@@ -230,7 +230,7 @@ class ObjectiveProcess:
 def _flush() -> None:
     """Flush the standard streams, which code of the objective may have replaced by any object."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # as raised by any such object
             stream.flush()
 
 

@@ -52,7 +52,7 @@ def test_random_faults_change_no_bit(
     print(dict(storm.done))
     assert storm.done.total() == FAULTS
     assert storm.done.keys() >= {"kill", "freeze", "cut connections"}
-    assert read(broken_arena) == read(quiet)
+    assert read_study(broken_arena) == read_study(quiet)
     trials = read_trials(broken_arena.storage_url, broken_arena.name)
     epochs = 5 if objective == STACKED else 4
     assert [(trial.state, len(trial.values)) for trial in trials] == [("COMPLETE", epochs)] * n_trials
@@ -62,7 +62,7 @@ def test_random_faults_change_no_bit(
     quiet.close()
 
 
-def read(arena: Arena) -> list[Any]:
+def read_study(arena: Arena) -> list[Any]:
     """Return the values, folds, schedules and decisions of a study."""
     storage = open_storage(arena.storage_url, application_name="test")
     study_id = storage.get_study_id_from_name(arena.name)

@@ -60,11 +60,11 @@ def test_frozen_workers_change_no_generation_after_they_wake_up(arena: Arena) ->
     arena.work(2, meanwhile=arena.replace_frozen_workers)
     late = arena.list_frozen_workers()
     assert len(late) == len(points)
-    before = read(arena)
+    before = read_study(arena)
     for worker in late:
         worker.send(signal.SIGCONT)
     wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in late), "the frozen workers to leave")
-    assert read(arena) == before
+    assert read_study(arena) == before
     assert_equals_twin(arena, quiet)
 
 
@@ -93,7 +93,7 @@ def test_lost_checkpoints_change_no_result(arena: Arena) -> None:
     lost = list[Path]()
 
     def lose_checkpoints(running: list[Worker]) -> None:
-        if not lost and len(read(arena)[1]) >= 2 * N_TRIALS:
+        if not lost and len(read_study(arena)[1]) >= 2 * N_TRIALS:
             for worker in running:
                 worker.send(signal.SIGKILL)
             wait_for(lambda: arena.poll_workers() or all(worker.ended for worker in running), "the workers to die")
@@ -114,7 +114,7 @@ def make_quiet_twin(arena: Arena) -> Arena:
     return quiet
 
 
-def read(arena: Arena) -> tuple[list[Any], list[Generation]]:
+def read_study(arena: Arena) -> tuple[list[Any], list[Generation]]:
     """Return the values, epochs and schedules of the trials, and the decisions of a study."""
     storage = open_storage(arena.storage_url, application_name="test")
     study_id = storage.get_study_id_from_name(arena.name)
@@ -124,8 +124,8 @@ def read(arena: Arena) -> tuple[list[Any], list[Generation]]:
 
 
 def assert_equals_twin(arena: Arena, quiet: Arena) -> None:
-    found, decisions = read(arena)
-    expected, expected_decisions = read(quiet)
+    found, decisions = read_study(arena)
+    expected, expected_decisions = read_study(quiet)
     assert found == expected
     assert decisions == expected_decisions
     assert len(decisions) == 3 * N_TRIALS
