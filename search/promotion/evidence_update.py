@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe_evidence, gather_evidence, version_tags
+from hpsearch.search.promotion.evidence import Confirmation, Evidence, gather_evidence, version_tags
+from hpsearch.search.promotion.model_card import describe_evidence
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.study import StoredStudy, load_study

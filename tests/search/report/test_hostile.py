@@ -24,7 +24,8 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.console import PlainConsole, log_to_stderr, plain_table, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import report_errors
-from hpsearch.search.promotion.evidence import Evidence, describe_evidence
+from hpsearch.search.promotion.evidence import Evidence
+from hpsearch.search.promotion.model_card import describe_evidence
 from hpsearch.search.report import write_report
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
