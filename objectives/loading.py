@@ -142,6 +142,8 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
         if has_kind(path, lambda _: True):
             kind = "a folder" if path.is_dir() else "not a regular file"
             raise ObjectiveError(f"{format_path(path)} is {kind}; give a file of Python code")
+        if os.path.islink(path):  # noqa: PTH114 unlike Path.is_symlink, it accepts names of any length
+            raise ObjectiveError(f"{format_path(path)} is a link to a missing file or to itself; correct the link")
         raise ObjectiveError(f"file {format_path(path)} does not exist; {suggest_file(path)}")
     path = path.resolve()
     with _wrap_import_errors(path):

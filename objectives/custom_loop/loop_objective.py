@@ -88,6 +88,20 @@ class LoopObjective(BaseObjective):
         return config
 
 
+def check_loop(objective: BaseObjective) -> None:
+    """Check that calling the objective's `run` executes it, unlike that of a coroutine or a generator.
+
+    Raises:
+        ObjectiveError: the call would execute nothing.
+    """
+    run = getattr(objective, "run", None)
+    if inspect.iscoroutinefunction(run) or inspect.isgeneratorfunction(run) or inspect.isasyncgenfunction(run):
+        raise ObjectiveError(
+            f"{type(objective).__name__}.run trains nothing, because it is a coroutine or a generator; define it with "
+            "def, and without yield"
+        )
+
+
 def config_to_json(config: Any, what: str) -> Any:
     """Convert a configuration to a dictionary of JSON values; error messages begin with `what`.
 

@@ -151,6 +151,7 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
         ("nowhere.py", "file nowhere.py does not exist; create it with: hpsearch init nowhere.py"),
         ("some/nowhere.py:Mine", "file some/nowhere.py does not exist"),
+        ("loop.py", "loop.py is a link to a missing file or to itself; correct the link"),
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),
         ("..:Mine", "is not a module name"),
@@ -173,6 +174,7 @@ def test_an_objective_that_is_not_found_is_an_error_with_a_remedy(write, referen
     write("mine.py", GOOD.format(name="Mine"))
     write("two.py", GOOD.format(name="First") + GOOD.format(name="Second"))
     write("none.py", "x = 1")
+    Path("loop.py").symlink_to("loop.py")
     assert message in _refused(reference)
 
 
