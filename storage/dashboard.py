@@ -147,7 +147,7 @@ class DashboardStorage(PostgresStorage):
         arguments = {"trials": lacking, "prefix": ATTR_PREFIX}
         found = self._database.fetch_rows(_WITH_ARTIFACTS, arguments) if lacking else []
         for row in found:
-            self.refresh_trial(row.trial_id)
+            self.refresh_trial(study_id, row.trial_id)
         if found or deepcopy:
             trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
         return [add_legacy_constraints(trial) for trial in trials]

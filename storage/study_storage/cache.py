@@ -1,4 +1,4 @@
-"""Cache of a study's trials: a finished trial is read once, an unfinished trial is read again on each call."""
+"""Cache of a study's trials: a finished trial is read once unless it is reopened, an unfinished trial on each call."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hpsearch.storage.study_storage.reading import (
     merge_row,
     read_newly_finished,
     read_study,
+    read_trial,
     read_updates,
     utc_to_local,
 )
@@ -43,11 +44,12 @@ class StudyCache:
         """Highest cached trial id; new trials of the study have higher ids. -1 if no trial is cached."""
         return self._known.last_trial_id
 
-    def get_finished(self, trial_id: int) -> FrozenTrial | None:
-        """Return a trial from the cache if the cached version is finished; None otherwise."""
+    def get_complete(self, trial_id: int) -> FrozenTrial | None:
+        """Return a trial from the cache if it is COMPLETE, because such trials are never reopened; None otherwise."""
         with self.lock:
             place = self._index_of.get(trial_id)
-            return None if place is None or trial_id in self._known.unfinished_ids else self._trials[place]
+            trial = None if place is None else self._trials[place]
+            return trial if trial is not None and trial.state == TrialState.COMPLETE else None
 
     def get_trial_id(self, number: int) -> int | None:
         """Return the id of the trial with this number; None if the trial is not cached."""
@@ -78,8 +80,10 @@ class StudyCache:
     def _read(self, database: Database, *, only_finished: bool) -> None:
         is_cold = self._known.last_trial_id < 0
         if is_cold:
-            for trial in read_study(database, self.study_id):
+            trials, mark = read_study(database, self.study_id)
+            for trial in trials:
                 self._put(trial)
+            self._known.mark = mark
         if self._known.last_trial_id < 0:
             return  # there are no trials
         if not only_finished:
@@ -87,11 +91,12 @@ class StudyCache:
         elif not is_cold:
             self._read_finished(database)
 
-    def replace(self, trial: FrozenTrial) -> None:
-        """Replace the cached version of a finished trial."""
+    def refresh(self, database: Database, trial_id: int) -> None:
+        """Read a finished trial of the cache again; a trial that was reopened is left to the next `select`."""
         with self.lock:
-            if trial._trial_id in self._index_of and trial.state in FINISHED_STATES:
-                self._put(trial)
+            found = read_trial(database, trial_id)
+            if found is not None and trial_id in self._index_of and found[0].state in FINISHED_STATES:
+                self._put(found[0])
 
     def invalidate(self) -> None:
         """Make the next `select` query the database, regardless of its `max_age`."""
@@ -101,16 +106,18 @@ class StudyCache:
         return [trial for trial in self._trials if trial.state in states]
 
     def _read_finished(self, database: Database) -> None:
-        finished, others = read_newly_finished(database, self.study_id, self._known)
-        arrived = {row.trial_id: merge_row(row) for row in finished}
-        arrived |= {row.trial_id: make_bare_trial(row) for row in others}
+        finished, others, mark = read_newly_finished(database, self.study_id, self._known)
+        arrived = {row.trial_id: make_bare_trial(row) for row in others}
+        arrived |= {row.trial_id: merge_row(row) for row in finished}  # read last
         for trial_id in sorted(arrived):
             self._put(arrived[trial_id])
+        self._known.mark = mark  # set last, so that the next read repeats an interrupted one
 
     def _read_all(self, database: Database) -> None:
-        rows, self._known.horizon = read_updates(database, self.study_id, self._known)
+        rows, mark = read_updates(database, self.study_id, self._known)
         for row in rows:
             self._take(row)
+        self._known.mark, self._known.horizon = mark, mark.horizon
 
     def _take(self, row: sa.Row[Any]) -> None:
         known = self._trials[self._index_of[row.trial_id]] if row.changes else None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from optuna.distributions import BaseDistribution, json_to_distribution
@@ -137,9 +137,13 @@ _FINISHED = "('COMPLETE', 'PRUNED', 'FAIL')"
 _NEW = "FROM trials WHERE trial_id > :seen AND study_id + 0 = :study_id"
 _JUST_FINISHED = f"FROM trials WHERE trial_id = ANY (CAST(:unfinished AS int[])) AND state IN {_FINISHED}"
 _UNFINISHED = "FROM trials WHERE study_id = :study_id AND state IN ('RUNNING', 'WAITING') AND trial_id <= :seen"
+# The columns of a `ReadMark`. A transaction that reopens trials also updates the row of the study.
+_MARK = """
+    CAST(s.xmin AS text) AS study_version,
+    CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS xid) AS text) AS horizon
+"""
 _UPDATES = f"""
-    SELECT s.study_id AS study, CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS xid) AS text) AS horizon,
-           t.*, p.*, i.*, v.*, u.*, y.*
+    SELECT {_MARK}, t.*, p.*, i.*, v.*, u.*, y.*
       FROM studies s LEFT JOIN LATERAL (
             SELECT {_ROW}, false AS changes {_NEW}
             UNION ALL SELECT {_ROW}, false {_JUST_FINISHED}
@@ -148,14 +152,31 @@ _UPDATES = f"""
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 _NEWLY_FINISHED = f"""
-    SELECT s.study_id AS study, t.*
+    SELECT {_MARK}, t.*
       FROM studies s LEFT JOIN LATERAL (
             SELECT {_ROW} {_NEW}
             UNION ALL SELECT {_ROW} {_JUST_FINISHED}) t ON true
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
+_WRITTEN_SINCE = f"""
+    SELECT * FROM (SELECT {_ROW}, false AS changes FROM trials
+                    WHERE study_id = :study_id AND age(xmin) <= age(CAST(:horizon AS xid))) t
+      {_DETAILS} ORDER BY t.trial_id
+"""
 
-_NO_HORIZON = "0"  # placeholder in statements that read all details
+_NO_HORIZON = "0"  # older than all transactions
+
+
+class ReadMark(NamedTuple):
+    """State of the database at a read.
+
+    Attributes:
+        study_version: id of the last transaction that reopened trials, or created the study.
+        horizon: id of the oldest open transaction; all rows that only later reads find are from it or later ones.
+    """
+
+    study_version: str
+    horizon: str
 
 
 @dataclass
@@ -167,12 +188,14 @@ class ReadCursor:
         unfinished_ids: ids of the trials that were not finished at the last read.
         loaded_ids: ids of the unfinished trials whose details were read completely up to `horizon`.
         horizon: id of a transaction; the next read of loaded trials reads only rows written since this transaction.
+        mark: state of the database at the last read of any kind.
     """
 
     last_trial_id: int = -1
     unfinished_ids: set[int] = field(default_factory=set)
     loaded_ids: set[int] = field(default_factory=set)
     horizon: str = _NO_HORIZON
+    mark: ReadMark = field(default=ReadMark("", _NO_HORIZON))
 
     def _parameters(self, study_id: int) -> dict[str, Any]:
         return {"study_id": study_id, "seen": self.last_trial_id, "unfinished": list(self.unfinished_ids)}
@@ -200,32 +223,49 @@ def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> 
     return [merge_row(row) for row in read_rows(database, rows[0].found) if row.state in states]
 
 
-def read_newly_finished(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, Rows]:
-    """Read the trials that were created or finished since the last read; running trials are not read.
+def read_newly_finished(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, Rows, ReadMark]:
+    """Read the trials that were created, finished or reopened since the last read; other running trials are not read.
 
     Returns:
-        Rows of the finished trials with all details, and rows of the new unfinished trials without details.
+        Rows of the finished and the reopened trials with all details, rows of the new unfinished trials without
+        details, and the mark for the next read.
 
     Raises:
         KeyError: the study does not exist.
     """
-    rows = _get_trial_rows(database.fetch_rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
+    rows, mark = _split_mark(database.fetch_rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
     finished = [row.trial_id for row in rows if STATE_BY_NAME[row.state] in FINISHED_STATES]
-    return read_rows(database, finished), [row for row in rows if STATE_BY_NAME[row.state] not in FINISHED_STATES]
+    others = [row for row in rows if STATE_BY_NAME[row.state] not in FINISHED_STATES]
+    if mark.study_version == known.mark.study_version:
+        return read_rows(database, finished), others, mark
+    return _read_written(database, study_id, known.mark.horizon), others, mark
 
 
-def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, str]:
+def _read_written(database: Database, study_id: int, horizon: str) -> Rows:
+    """Scan the study and return rows, with all details, of the trials whose state was written since a transaction."""
+    return database.fetch_rows(_WRITTEN_SINCE, {"study_id": study_id, "horizon": horizon})
+
+
+def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[Rows, ReadMark]:
     """Read the changes of a study since the last read.
 
     Returns:
-        Rows of all trials that are new, unfinished, or finished since the last read, and the horizon for the next read.
+        Rows of all trials that are new, unfinished, or finished since the last read; then rows of the reopened trials,
+        which may be among the former; and the mark for the next read, whose horizon applies to the loaded trials too.
 
     Raises:
         KeyError: the study does not exist.
     """
     parameters = known._parameters(study_id) | {"loaded": list(known.loaded_ids), "horizon": known.horizon}
-    rows = database.fetch_rows(_UPDATES, parameters)
-    return _get_trial_rows(rows, study_id), rows[0].horizon
+    rows, mark = _split_mark(database.fetch_rows(_UPDATES, parameters), study_id)
+    if mark.study_version == known.mark.study_version:
+        return rows, mark
+    # The values of a reopened trial may have been deleted, which its changes do not show.
+    return [*rows, *_read_written(database, study_id, known.mark.horizon)], mark
+
+
+def _split_mark(rows: Rows, study_id: int) -> tuple[Rows, ReadMark]:
+    return _get_trial_rows(rows, study_id), ReadMark(rows[0].study_version, rows[0].horizon)
 
 
 def _get_trial_rows(rows: Rows, study_id: int) -> Rows:
@@ -273,27 +313,31 @@ _FINISHED_DETAILS = """
      WHERE t.study_id = :study_id AND trial_id <= :last AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
      ORDER BY x.{order}
 """
-_TRIALS = """
-    SELECT s.study_id AS study, t.trial_id, t.number, t.state, t.datetime_start, t.datetime_complete
+_TRIALS = f"""
+    SELECT {_MARK}, t.trial_id, t.number, t.state, t.datetime_start, t.datetime_complete
       FROM studies s LEFT JOIN trials t ON t.study_id = s.study_id WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 
 
-def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
-    """Return all trials of a study in the order of ids: finished trials with details, unfinished trials without.
+def read_study(database: Database, study_id: int) -> tuple[list[FrozenTrial], ReadMark]:
+    """Read all trials of a study: finished trials with details, unfinished trials without.
 
-    The details are read by several statements. The result is consistent, because finished trials do not change.
+    The details are read by several statements. The result is consistent, because finished trials do not change, except
+    for trials that are reopened meanwhile, which the next read replaces.
+
+    Returns:
+        The trials in the order of ids, and the mark for the next read.
 
     Raises:
         KeyError: the study does not exist.
     """
-    rows = _get_trial_rows(database.fetch_rows(_TRIALS, {"study_id": study_id}), study_id)
+    rows, mark = _split_mark(database.fetch_rows(_TRIALS, {"study_id": study_id}), study_id)
     with _paused_gc():
         trials = [make_bare_trial(row) for row in rows]
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
         if finished:
             _fill_values_and_attrs(database, finished, {"study_id": study_id, "last": max(finished)})
-    return trials
+    return trials, mark
 
 
 def _fill_values_and_attrs(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:

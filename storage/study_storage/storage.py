@@ -92,8 +92,8 @@ class PostgresStorage(BaseStorage):
     """Optuna storage on Postgres; RDBStorage, the dashboard and the `optuna` CLI can use the same tables.
 
     Every write is one statement in one round trip, and is durable when the call returns. A finished trial is read once
-    per process. Of an unfinished trial, only the changes since the last read are read. While the database is
-    unavailable, calls wait.
+    per process, and again if it was reopened. Of an unfinished trial, only the changes since the last read are read.
+    While the database is unavailable, calls wait.
 
     Safe to share between threads.
 
@@ -340,7 +340,7 @@ class PostgresStorage(BaseStorage):
             if (owned := self._owned.get(trial_id)) is not None:
                 return with_pending_writes(owned.trial, deferred)
         study_id = self._study_ids.get(trial_id)
-        if study_id is not None and (known := self._cache(study_id).get_finished(trial_id)) is not None:
+        if study_id is not None and (known := self._cache(study_id).get_complete(trial_id)) is not None:
             return known
         trial = self.read_trial(trial_id)
         return trial if deferred is None else with_pending_writes(trial, deferred)
@@ -348,21 +348,16 @@ class PostgresStorage(BaseStorage):
     def read_trial(self, trial_id: int) -> FrozenTrial:
         """Read a trial from the database, without the cache; raises KeyError if the trial does not exist.
 
-        Use this method for trials that may have been reopened: the cache keeps their finished version.
+        The cache has finished trials with the attributes of the first read.
         """
         if (found := read_trial(self._database, trial_id)) is None:
             raise KeyError(f"there is no trial with id {trial_id}")
         trial, self._study_ids[trial_id] = found
         return trial
 
-    def refresh_trial(self, trial_id: int) -> None:
-        """Read a finished trial in the cache again, after a write that did not use Optuna's storage interface.
-
-        Raises:
-            KeyError: the trial does not exist.
-        """
-        trial = self.read_trial(trial_id)
-        self._cache(self._study_ids[trial_id]).replace(trial)
+    def refresh_trial(self, study_id: int, trial_id: int) -> None:
+        """Read a finished trial in the cache again, after a write that did not use Optuna's storage interface."""
+        self._cache(study_id).refresh(self._database, trial_id)
 
     def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:
         return self.get_trial(trial_id).user_attrs

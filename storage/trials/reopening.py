@@ -12,9 +12,13 @@ from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.rungs import Rungs, recompute_cutoffs
 from hpsearch.storage.trials.claim_sql import LOCK_STUDY
 
-# Deletes the values of reopened trials, and the attributes that explain them.
+# Deletes the values of reopened trials, and the attributes that explain them. Other processes have read the trials as
+# finished; the update of the study's row makes them read the trials again (see study_storage/reading.py).
 _DELETE_RESULT = f"""
-    result AS (
+    study AS (
+        UPDATE studies SET study_name = study_name
+         WHERE study_id IN (SELECT t.study_id FROM trials t JOIN mine USING (trial_id))
+    ), result AS (
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (
         DELETE FROM trial_user_attributes a USING mine

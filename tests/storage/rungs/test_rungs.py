@@ -393,9 +393,12 @@ def test_a_larger_budget_lets_promotable_pruned_trials_wait_again(
             claims.finish_attempt(claim, Outcome.COMPLETE, value=value)
     claims.finish_attempt(take(claims), Outcome.COMPLETE, value=0.3)
     assert [type(claims.claim()) for _ in range(3)] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
+    pruned = (TrialState.PRUNED,)
+    assert [trial.number for trial in storage.get_all_trials(study_id, states=pruned)] == [0, 3]
     budget(storage, study_id, n_trials=6)  # three trials can be promoted
     with engine.begin() as connection:
         assert requeue_pruned_at_rungs(connection, study_id, RUNGS, n_trials=6) == 1
+    assert [trial.number for trial in storage.get_all_trials(study_id, states=pruned)] == [0]
     waits = storage.get_trial(held[3].trial_id)
     assert (waits.state, waits.value) == (TrialState.WAITING, None)
     assert waits.intermediate_values == {0: 0.2}
