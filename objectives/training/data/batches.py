@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class LazyBatch(NamedTuple):
 
 
 MicroBatches = tuple[LazyBatch, ...]
+_STEPS_READ_AT_ONCE = 16  # reading the samples of one small batch takes longer than copying them
 
 
 class BatchSource:
@@ -77,6 +78,11 @@ class BatchSource:
                 [LazyBatch(len(rows), partial(next(stream).to, self._device), next(counts)) for rows in micro_batches]
             )
 
+    def iterate_batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """Iterate over the batches of a source with one micro-batch per step, as `iterate_steps` does."""
+        for (batch,) in self.iterate_steps(epoch, first):
+            yield batch.load()
+
     def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int, *, first: int = 0) -> Iterator[Batch]:
         workers, device = self._config.num_workers or 0, self._device
         return load_batches(
@@ -99,11 +105,19 @@ class _MemoryBatchSource(BatchSource):
 
     def batch(self, rows: Tensor) -> LazyBatch:
         own = self._ranks.select_own_rows(rows)
-        return LazyBatch(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
+        own_or_first = own if len(own) else rows[:1]
+        return LazyBatch(len(rows), partial(self._get, self._train, own_or_first, len(own_or_first)), len(own) > 0)
 
-    def _get(self, rows: Tensor) -> Batch:
-        x, y = index_rows(self._train.x, rows), index_rows(self._train.y, rows)
-        return Batch(x if self._augment is None else self._augment(x), y, len(rows))
+    def iterate_batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        steps = islice(self._order.iterate_steps(epoch, self._device), first, None)
+        while found := [rows for (rows,) in islice(steps, _STEPS_READ_AT_ONCE)]:
+            samples = self._train.batch(torch.cat(found))
+            for rows, end in zip(found, accumulate(map(len, found)), strict=True):
+                yield self._get(samples, slice(end - len(rows), end), len(rows))
+
+    def _get(self, samples: Dataset | Batch, rows: Tensor | slice, size: int) -> Batch:
+        x, y = index_rows(samples.x, rows), index_rows(samples.y, rows)
+        return Batch(x if self._augment is None else self._augment(x), y, size)
 
     def inputs(self) -> Iterator[Tree]:
         size = self._config.batch_size

@@ -15,14 +15,7 @@ from hpsearch.objectives.training.evaluation.losses import compute_loss_weight
 from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.loop.epoch import EpochSums, set_training_mode
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.stacked_folds import (
-    StackedFolds,
-    Tensors,
-    flatten,
-    get_shapes,
-    split_folds,
-    unflatten,
-)
+from hpsearch.objectives.training.loop.stacked_folds import StackedFolds, get_shapes, split_folds, unflatten
 
 _COUNTS = frozenset({"step", "mu_product"})  # optimizer states that are one number for all values of a parameter
 
@@ -39,55 +32,62 @@ class StackedOptimizer:
     """
 
     def __init__(self, runs: Sequence[Run], folds: StackedFolds) -> None:
-        self._runs, self._groups = runs, folds.groups
+        self._runs, self._groups, self._config = runs, folds.groups, runs[0].config
         self._parameters = [nn.Parameter(flat) for flat in folds.flat]
-        own = [run.optimizer.param_groups for run in runs]
-        groups = [{**group, "params": [flat]} for group, flat in zip(own[0], self._parameters, strict=True)]
+        self._flat_gradients = [torch.zeros_like(flat) for flat in folds.flat]
+        self._gradients: list[Tensor] = []  # views [folds, ...]
+        for parameter, flat, group in zip(self._parameters, self._flat_gradients, folds.groups, strict=True):
+            parameter.grad = flat
+            self._gradients += unflatten(flat, group).values()
+        own = runs[0].optimizer.param_groups
+        groups = [{**group, "params": [flat]} for group, flat in zip(own, self._parameters, strict=True)]
         self._optimizer = type(runs[0].optimizer)(groups)  # type: ignore[call-arg]  # each optimizer has more options
-        self._counts: list[tuple[Tensor, list[Tensor]]] = []
-        self._is_bound = self._has_counts = False  # the step counts are here, or in the folds' own optimizers
-        if all(run.step for run in runs):
-            self._bind_state()
+        self._is_bound = False  # whether the states of the folds' own optimizers are views of the stacked ones
+        self._counts: list[tuple[Tensor, list[Tensor]]] = []  # the step counts, and those of the own optimizers
 
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        """Update all folds by the gradients [folds, values] of each parameter group."""
+    def clip(self, gradients: list[Tensor]) -> Tensor:
+        """Keep the gradients [folds, ...] for `step`, clipped as configured; return their norms [folds] before that."""
+        torch._foreach_copy_(self._gradients, gradients)
+        each = torch.stack([torch.linalg.vector_norm(flat, dim=1) for flat in self._flat_gradients])
+        norms: Tensor = torch.linalg.vector_norm(each, dim=0)
+        if (limit := self._config.clip_grad_norm) is not None:
+            factors = (limit / (norms + 1e-6)).clamp_max(1.0)[:, None]  # as in `clip_grad_norm_`
+            for flat in self._flat_gradients:
+                flat.mul_(factors)
+        if (limit := self._config.clip_grad_value) is not None:
+            for flat in self._flat_gradients:
+                flat.clamp_(-limit, limit)
+        return norms
+
+    def step(self) -> None:
+        """Update all folds by the gradients that `clip` keeps."""
         rates = [[group["lr"] for group in run.optimizer.param_groups] for run in self._runs]
-        is_equal = all(own == rates[0] for own in rates) and len({run.step for run in self._runs}) == 1
-        if not (self._is_bound and is_equal):
-            self._step_each(gradients)
+        steps = {run.step for run in self._runs}
+        if any(own != rates[0] for own in rates) or len(steps) > 1 or 0 in steps:
+            self._step_each()
             return
+        if not self._is_bound:
+            self._bind()
         for group, own in zip(self._optimizer.param_groups, self._runs[0].optimizer.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        if not self._has_counts:
-            for stacked, counts in self._counts:
-                stacked.copy_(counts[0])  # the counts of all folds are equal
-            self._has_counts = True
         self._optimizer.step()
 
-    def _step_each(self, gradients: Sequence[Tensor]) -> None:
-        for number, (flat, group) in enumerate(zip(gradients, self._groups, strict=True)):
-            by_name = unflatten(flat, group).values()
-            for index, run in enumerate(self._runs):
-                for parameter, gradient in zip(run.optimizer.param_groups[number]["params"], by_name, strict=True):
-                    parameter.grad = gradient[index]
-        self.write_counts()
-        for run in self._runs:
+    def _step_each(self) -> None:
+        self.release()
+        for index, run in enumerate(self._runs):
+            own = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+            for parameter, gradient in zip(own, self._gradients, strict=True):
+                parameter.grad = gradient[index]
             run.optimizer.step()
-            run.optimizer.zero_grad(set_to_none=True)
-        if not self._is_bound:
-            self._bind_state()
 
-    def write_counts(self) -> None:
-        """Copy the step counts to the folds' own optimizers, before these are used or saved."""
-        if self._has_counts:
-            for stacked, own in self._counts:
-                for count in own:
-                    count.copy_(stacked)
-        self._has_counts = False
+    def release(self) -> None:
+        """Write the step counts to the folds' own optimizers, before these are used or saved."""
+        for stacked, own in self._counts:
+            for count in own:
+                count.copy_(stacked)
+        self._counts, self._is_bound = [], False
 
-    def _bind_state(self) -> None:
+    def _bind(self) -> None:
         """Stack the states of the folds' own optimizers, and make these states views of the stacked ones."""
         self._is_bound = True
         for number, (flat, group) in enumerate(zip(self._parameters, self._groups, strict=True)):
@@ -97,7 +97,7 @@ class StackedOptimizer:
                 values = [[state[key] for state in fold] for fold in states]
                 joined = first
                 if key in _COUNTS:
-                    joined = first.clone()
+                    joined = first.clone()  # the counts of all folds are equal
                     self._counts.append((joined, [count for fold in values for count in fold]))
                 elif isinstance(first, Tensor):
                     joined = torch.stack([torch.cat([value.flatten() for value in fold]) for fold in values])
@@ -134,11 +134,9 @@ class FoldGroup:
             sums: sums of each fold, which contain the earlier steps of a resumed epoch.
             after_step: callback after each step; its exceptions end the epoch.
         """
-        for run in self._runs:
-            set_training_mode(run.model)
-        sources = [run.batch_source.iterate_steps(epoch, own.steps) for run, own in zip(self._runs, sums, strict=True)]
-        while any(found := [next(source, None) for source in sources]):
-            batches = [None if micro_batches is None else micro_batches[0].load() for micro_batches in found]
+        pairs = zip(self._runs, sums, strict=True)
+        sources = [run.batch_source.iterate_batches(epoch, own.steps) for run, own in pairs]
+        while any(batches := [next(source, None) for source in sources]):
             whole = [batch for batch in batches if batch is not None]
             if len(whole) == len(batches) and all(get_shapes(batch) == self._folds.shapes for batch in whole):
                 self._step(whole, epoch, sums)
@@ -152,19 +150,17 @@ class FoldGroup:
 
     def prepare_checkpoint(self) -> None:
         """Update the parts of the runs' states that change in each step only for all folds together."""
-        self._optimizer.write_counts()
+        self._optimizer.release()
 
     def _step(self, batches: Sequence[Batch], epoch: int, sums: Sequence[EpochSums]) -> None:
         points = [own.begin_step(run, epoch) for run, own in zip(self._runs, sums, strict=True)]
         with torch.no_grad():
-            gradients, (losses, outputs) = self._folds.compute(
-                self._folds.trained, self._folds.constants, *self._folds.stack(batches)
-            )
-            clipped, norms = self._clip(gradients)
+            gradients, losses, outputs = self._folds.compute(*self._folds.stack(batches))
+            norms = self._optimizer.clip(gradients)
             own_losses, own_norms = losses.unbind(), norms.unbind()
             for run, point, loss, norm in zip(self._runs, points, own_losses, own_norms, strict=True):
                 run.finite_guard.check(point, loss, norm, scaled=False)
-            self._optimizer.step(clipped)
+            self._optimizer.step()
         own_outputs = split_folds(outputs, len(batches))
         for index, (run, own, batch) in enumerate(zip(self._runs, sums, batches, strict=True)):
             run.schedule.step()
@@ -174,23 +170,8 @@ class FoldGroup:
             own.add(Step(own_losses[index], own_outputs[index], batch.y, {}, weight), own_norms[index], batch.size)
 
     def _step_each(self, batches: Sequence[Batch | None], epoch: int, sums: Sequence[EpochSums]) -> None:
-        self._optimizer.write_counts()
+        self._optimizer.release()
         for run, own, batch in zip(self._runs, sums, batches, strict=True):
             if batch is not None:
+                set_training_mode(run.model)
                 own.step(run, [LazyBatch(batch.size, partial(Batch, *batch))], epoch)
-                run.optimizer.zero_grad(set_to_none=True)
-
-    def _clip(self, gradients: Tensors) -> tuple[list[Tensor], Tensor]:
-        """Return the gradients [folds, values] of each parameter group, clipped as configured.
-
-        The second result is the norm of the gradients of each fold [folds] before the clipping.
-        """
-        config = self._runs[0].config
-        flat = [flatten({name: gradients[name] for name in group}) for group in self._folds.groups]
-        norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each, dim=1) for each in flat]), dim=0)
-        if (limit := config.clip_grad_norm) is not None:
-            factors = (limit / (norms + 1e-6)).clamp_max(1.0)[:, None]  # as in `clip_grad_norm_`
-            flat = [each * factors for each in flat]
-        if (limit := config.clip_grad_value) is not None:
-            flat = [each.clamp(-limit, limit) for each in flat]
-        return flat, norms

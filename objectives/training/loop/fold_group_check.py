@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.loop.epoch import set_training_mode
 from hpsearch.objectives.training.loop.fold_group import FoldGroup
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.stacked_folds import LossModule, StackedFolds, get_shapes, split_folds
+from hpsearch.objectives.training.loop.stacked_folds import Gradients, LossModule, StackedFolds, get_shapes
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 # Optimizers of PyTorch that update each value of a parameter independently of its other values.
@@ -39,13 +39,6 @@ MIN_STEPS = 10_000  # planned steps of all folds; a shorter training does not pa
 
 class _ObstacleError(Exception):
     """Reason for which the folds train in turns."""
-
-
-class _Gradient(NamedTuple):
-    """Result of a forward and a backward pass: loss and outputs, and the gradients by name."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor]
 
 
 def build_fold_group(
@@ -64,7 +57,7 @@ def build_fold_group(
     """
     try:
         _check_settings(objective, config, runs[0])
-        batches = [next(iter(run.batch_source.iterate_steps(0)))[0].load() for run in runs]
+        batches = [next(run.batch_source.iterate_batches(0)) for run in runs]
         if any(get_shapes(batch) != get_shapes(batches[0]) for batch in batches):
             raise _ObstacleError("the first batches have different shapes")
         _check_structure(runs)
@@ -77,7 +70,8 @@ def build_fold_group(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="There is a performance drop")  # for one operation
                 folds = StackedFolds(runs, batches)
-                _require_complete_graph(folds)
+                if not folds.is_complete:
+                    raise _ObstacleError("the forward pass uses a tensor that is neither a parameter nor a buffer")
                 if not is_resumed:  # where trained weights give small values, rounding errors are relatively large
                     _check_equality(runs, batches, folds, is_random=is_random)
         except _ObstacleError:
@@ -154,12 +148,13 @@ def _check_first(run: Run, batch: Batch) -> bool:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     attributes = [dict(vars(part)) for part in module.modules()]
     before = [_describe_module(name, part) for name, part in module.named_modules()], _read_other_generators()
-    first = _compute_one(run, batch)
-    second = _compute_one(run, batch)
-    changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, buffers[name])]
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        first, second = _compute_one(run, batch), _compute_one(run, batch)
+        changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, buffers[name])]
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
     if changed:
         raise _ObstacleError(f"the forward pass changes {changed[0].removeprefix('model.')}")
     after = [_describe_module(name, part) for name, part in module.named_modules()], _read_other_generators()
@@ -167,10 +162,7 @@ def _check_first(run: Run, batch: Batch) -> bool:
     is_same = all(one.keys() == two.keys() and all(one[key] is two[key] for key in one) for one, two in kept)
     if before != after or not is_same:
         raise _ObstacleError("the forward pass changes attributes of modules or draws numbers outside of PyTorch")
-    trained = sum(p.requires_grad for group in run.optimizer.param_groups for p in group["params"])
-    if len(first.gradients) != trained:
-        raise _ObstacleError("some parameters have no gradient")
-    return any(not torch.equal(*pair) for pair in zip(first.outputs, second.outputs, strict=True))
+    return any(not torch.equal(*pair) for pair in zip(first[:-1], second[:-1], strict=True))
 
 
 def _read_other_generators() -> object:
@@ -178,19 +170,16 @@ def _read_other_generators() -> object:
     return random.getstate(), int(position), int(words[0])
 
 
-def _compute_one(run: Run, batch: Batch) -> _Gradient:
+def _compute_one(run: Run, batch: Batch) -> list[Tensor]:
+    """Return loss, outputs, and all gradients of a fold as one tensor."""
     step = run.strategy.step(batch, nullcontext())
     step.loss.backward()  # type: ignore[no-untyped-call]  # torch's
-    trained = {f"model.{name}": p for name, p in run.model.named_parameters()}
-    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
-    for parameter in run.model.parameters():
-        parameter.grad = None
-    return _Gradient([step.loss.detach(), *(tensor.detach() for _, tensor in tensors(step.outputs))], gradients)
-
-
-def _require_complete_graph(folds: StackedFolds) -> None:
-    if any(node.op == "get_attr" for node in folds.compute.graph.nodes):
-        raise _ObstacleError("the forward pass uses a tensor that is neither a parameter nor a buffer")
+    gradients = [p.grad for group in run.optimizer.param_groups for p in group["params"]]
+    run.model.zero_grad()
+    found = [gradient.to_dense().flatten() for gradient in gradients if gradient is not None]
+    if len(found) < len(gradients):
+        raise _ObstacleError("some parameters have no gradient")
+    return [step.loss.detach(), *(tensor.detach() for _, tensor in tensors(step.outputs)), torch.cat(found)]
 
 
 def _check_equality(runs: Sequence[Run], batches: Sequence[Batch], folds: StackedFolds, *, is_random: bool) -> None:
@@ -199,14 +188,14 @@ def _check_equality(runs: Sequence[Run], batches: Sequence[Batch], folds: Stacke
     Raises:
         _ObstacleError: outputs or gradients differ.
     """
-    inputs = folds.trained, folds.constants, *folds.stack(batches)
+    inputs = folds.stack(batches)
     with torch.no_grad():
         set_seed("vectorized folds")
         recorded = folds.compute(*inputs)
         set_seed("vectorized folds")
         found = folds.compute_unrecorded(*inputs)
-        for one, other in zip(_split(recorded), _split(found), strict=True):
-            _require_equal(one, other)
+        for pair in zip(_split(recorded), _split(found), strict=True):
+            _require_equal(*pair)
     if is_random:
         for run in runs:
             run.model.eval()
@@ -216,25 +205,16 @@ def _check_equality(runs: Sequence[Run], batches: Sequence[Batch], folds: Stacke
         set_training_mode(run.model)
 
 
-def _split(found: Any) -> list[_Gradient]:
-    """Return the results of the folds."""
-    gradients, (losses, outputs) = found
-    return [
-        _Gradient(
-            [loss, *(tensor for _, tensor in tensors(own))], {name: each[index] for name, each in gradients.items()}
-        )
-        for index, (loss, own) in enumerate(zip(losses, split_folds(outputs, len(losses)), strict=True))
-    ]
+def _split(found: Gradients) -> list[tuple[Tensor, ...]]:
+    """Return loss, outputs, and all gradients as one tensor for each fold."""
+    gradients = torch.cat([each.reshape(len(each), -1) for each in found.gradients], dim=1)
+    return list(zip(found.losses, *(tensor for _, tensor in tensors(found.outputs)), gradients, strict=True))
 
 
-def _require_equal(found: _Gradient, expected: _Gradient) -> None:
-    names = expected.gradients.keys()
-    if found.gradients.keys() != names:
-        raise _ObstacleError("some parameters have no gradient")
-    pairs = [("outputs", one, other) for one, other in zip(found.outputs, expected.outputs, strict=True)]
-    flat = [torch.cat([each.gradients[name].flatten() for name in names]) for each in (found, expected)]
-    for what, one, other in [*pairs, ("gradients", flat[0], flat[1])]:
+def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    names = ["outputs"] * (len(expected) - 1) + ["gradients"]
+    for name, one, other in zip(names, found, expected, strict=True):
         difference = float(torch.linalg.vector_norm((one - other).double()))
         size = float(torch.linalg.vector_norm(other.double()))
         if not difference <= _TOLERANCE * size:
-            raise _ObstacleError(f"the {what} of one batch differ by {difference / size if size else difference:.1g}")
+            raise _ObstacleError(f"the {name} of one batch differ by {difference / size if size else difference:.1g}")

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.func import functional_call, grad, stack_module_state, vmap
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
 from torch.nn import functional
 
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.tree import Tree, map_tensors, tensors, unflatten_like
+from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors, tensors, unflatten_like
 from hpsearch.objectives.training.evaluation.step import LossStep
 from hpsearch.objectives.training.loop.epoch import set_training_mode
 from hpsearch.objectives.training.loop.run import Run
 
 Tensors = dict[str, Tensor]
+
+
+class Gradients(NamedTuple):
+    """Gradients [folds, ...] of the trained tensors, mean losses [folds] and outputs [folds, size, ...]."""
+
+    gradients: list[Tensor]
+    losses: Tensor
+    outputs: Tree
 
 
 class LossModule(nn.Module):
@@ -64,10 +75,21 @@ class StackedFolds:
         self.trained = {name: tensor for group in self.groups for name, tensor in group.items()}
         self.shapes = get_shapes(batches[0])
         set_training_mode(runs[0].model)
-        self.compute_unrecorded = _vectorize_gradient(self.modules[0], batches[0].size)
-        record = make_fx(self.compute_unrecorded)
-        self.compute: GraphModule = record(self.trained, self.constants, *self.stack(batches))
-        _simplify(self.compute)
+        self._compute = _vectorize_gradient(self.modules[0], batches[0].size)
+        inputs = self.trained, self.constants, *self.stack(batches)
+        recorded = make_fx(self._compute)(*inputs)
+        self.is_complete = all(node.op != "get_attr" for node in recorded.graph.nodes)
+        self._outputs = _simplify(recorded, inputs).outputs
+        self._recorded = _compile(recorded)
+
+    def compute(self, x: Tree, y: Tree) -> Gradients:
+        """Return the gradients for the inputs and targets [folds, size, ...] of a batch of each fold."""
+        found, count = self._recorded(*(leaf for _, leaf in leaves((x, y)))), len(self.trained)
+        return Gradients(found[:count], found[count], unflatten_like(self._outputs, iter(found[count + 1 :])))
+
+    def compute_unrecorded(self, x: Tree, y: Tree) -> Gradients:
+        """Return the result of `compute` without the recorded graph."""
+        return self._compute(self.trained, self.constants, x, y)
 
     def stack(self, batches: Sequence[Batch]) -> tuple[Tree, Tree]:
         """Return the inputs and targets [folds, size, ...] of batches of equal shapes."""
@@ -81,8 +103,8 @@ class StackedFolds:
                 own[name].data = stacked[index]
 
 
-def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Tensors, Tree, Tree], tuple[Tensors, Any]]:
-    """Return a function from the tensors and batches of all folds to gradients [folds, ...], and losses and outputs."""
+def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Tensors, Tree, Tree], Gradients]:
+    """Return a function from the tensors `trained` and `constants` and batches of all folds to their gradients."""
 
     def compute_each(tensors: Tensors, x: Tree, y: Tree) -> tuple[Tensor, Any]:
         return cast("tuple[Tensor, Any]", functional_call(module, tensors, (x, y, size)))
@@ -94,8 +116,9 @@ def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Ten
             losses = _compute_cross_entropy(module.loss, outputs, y)
         return losses.sum(), (losses, outputs)
 
-    def compute_gradients(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> tuple[Tensors, Any]:
-        return cast("tuple[Tensors, Any]", grad(compute_sum, has_aux=True)(trained, constants, x, y))
+    def compute_gradients(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> Gradients:
+        gradients, (losses, outputs) = grad(compute_sum, has_aux=True)(trained, constants, x, y)
+        return Gradients([gradients[name] for name in trained], losses, outputs)
 
     return compute_gradients
 
@@ -145,34 +168,66 @@ def _stack(trees: Sequence[Tree]) -> Tree:
     return unflatten_like(trees[0], (torch.stack(column) for column in columns))
 
 
-def _simplify(recorded: GraphModule) -> None:
-    """Remove operations that return their input unchanged, and repeated operations; both are frequent after `vmap`."""
-    aten = torch.ops.aten
-    kept = _find_changed(recorded)
+def _simplify(recorded: GraphModule, inputs: tuple[Tensors, Tensors, Tree, Tree]) -> Gradients:
+    """Remove operations that return their input unchanged, repeated operations, and those with always equal results.
+
+    The first two inputs become part of the graph. The values of the first ones, which are trained, change in each step,
+    so that only views of them are always equal.
+
+    Returns:
+        The result for `inputs`.
+    """
+    aten, graph = torch.ops.aten, recorded.graph
+    reshapes = {getattr(aten, name).default for name in ("detach", "expand", "permute", "view", "_unsafe_view")}
+    interpreter = Interpreter(recorded, garbage_collect_values=False)
+    result, values = cast("Gradients", interpreter.run(*inputs)), interpreter.env
+    fixed = graph.find_nodes(op="placeholder")[: len(inputs[0]) + len(inputs[1])]
+    changing = {*fixed[: len(inputs[0])]}
     seen: dict[tuple[Any, str, str], Node] = {}
-    for node in recorded.graph.nodes:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or node in kept or is_random:
-            continue
-        same = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-        is_product = node.target is aten.mul.Scalar and node.args[1] == 1
-        if is_product or node.target in {aten.detach.default, aten.expand.default, aten.view.default}:
-            before, after = (each.meta["tensor_meta"] for each in (node.args[0], node))
-            if (before.shape, before.stride, before.dtype) == (after.shape, after.stride, after.dtype):
-                same = node.args[0]
+    for node in _find_pure(recorded):
+        target, own = cast("OpOverload[..., Any]", node.target), node.all_input_nodes
+        same = seen.setdefault((target, repr(node.args), repr(node.kwargs)), node)
+        if target in reshapes or (target is aten.mul.Scalar and node.args[1] == 1):
+            before, after = ((each.shape, each.stride(), each.dtype) for each in (values[own[0]], values[node]))
+            same = own[0] if before == after else same
+        is_changing = not changing.isdisjoint(own)
         if same is not node:
             node.replace_all_uses_with(same)
-    recorded.graph.eliminate_dead_code()
+        elif isinstance(values[node], Tensor) and (
+            target is aten.ones_like.default or (set(own).issubset(fixed) and (target.is_view or not is_changing))
+        ):
+            fixed.append(node)
+            if is_changing:
+                changing.add(node)
+    for node in fixed:
+        setattr(recorded, f"fixed_{node.name}", values[node])
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.create_node("get_attr", f"fixed_{node.name}"))
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return result
+
+
+def _compile(recorded: GraphModule) -> Callable[..., list[Any]]:
+    """Return a function from the leaves of the inputs to those of the outputs, without PyTorch's Python code."""
+    for node in recorded.graph.nodes:
+        if isinstance(node.target, OpOverload):
+            operation: Any = partial(node.target._op)
+            operation.__name__, operation.__module__ = f"call_{node.name}", "recorded"  # in the generated code
+            node.target = operation
+    recorded.graph.set_codegen(CodeGen())
     recorded.recompile()
+    return cast("Callable[..., list[Any]]", recorded.forward)
 
 
-def _find_changed(recorded: GraphModule) -> set[Node]:
-    """Return the nodes that an operation may change in place, and all nodes from which they are computed."""
-    operations = [node for node in recorded.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    left = [node for node in operations if node.target._schema.is_mutable]
-    found: set[Node] = set()
+def _find_pure(recorded: GraphModule) -> list[Node]:
+    """Return the operations that neither are random nor take part in a change of a tensor in place."""
+    operations = {node: node.target for node in recorded.graph.nodes if isinstance(node.target, OpOverload)}
+    left = [node for node, target in operations.items() if target._schema.is_mutable]
+    changed: set[Node] = set()
     while left:
-        if (node := left.pop()) not in found:
-            found.add(node)
+        if (node := left.pop()) not in changed:
+            changed.add(node)
             left += node.all_input_nodes
-    return found
+    random = torch.Tag.nondeterministic_seeded
+    return [node for node, target in operations.items() if node not in changed and random not in target.tags]

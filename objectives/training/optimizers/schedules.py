@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
@@ -32,22 +32,24 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self._optimizer, self._factor = optimizer, factor
-        self._steps = LambdaLR(optimizer, factor)
+        self._base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._move_to(0, [factor(0)] * len(self._base_lrs))
 
     def step(self) -> None:
         """Update the learning rates after an optimizer step that was not skipped."""
-        self._steps.step()
+        step = self._steps + 1
+        self._move_to(step, [self._factor(step)] * len(self._base_lrs))
 
     def end_epoch(self, value: float) -> None:
         """Update the learning rates after an epoch with `value`, the objective's validation metric."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        return {"steps": self._steps.state_dict()}
+        return {"steps": {"last_epoch": self._steps, "base_lrs": self._base_lrs}}  # as in PyTorch's LambdaLR
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; the learning rates are in the optimizer's state."""
-        self._steps.load_state_dict(state["steps"])
+        self._steps, self._base_lrs = state["steps"]["last_epoch"], state["steps"]["base_lrs"]
 
     def continue_at(self, step: int, state: dict[str, Any], rates: Sequence[float]) -> None:  # noqa: ARG002 of _Plateau
         """Continue the schedule of another configuration, with the initial learning rates of this one.
@@ -60,8 +62,8 @@ class Schedule:
         self._move_to(step, [self._factor(step)] * len(rates))
 
     def _move_to(self, step: int, factors: Sequence[float]) -> None:
-        self._steps.last_epoch = step
-        for group, initial, factor in zip(self._optimizer.param_groups, self._steps.base_lrs, factors, strict=True):
+        self._steps = step
+        for group, initial, factor in zip(self._optimizer.param_groups, self._base_lrs, factors, strict=True):
             group["lr"] = initial * factor
 
 
@@ -83,7 +85,7 @@ class _Plateau(Schedule):
         )
 
     def step(self) -> None:
-        # After the warm-up, LambdaLR would undo the reductions.
+        # After the warm-up, the factor would undo the reductions.
         self._seen += 1
         if self._seen <= self._warmup:
             super().step()

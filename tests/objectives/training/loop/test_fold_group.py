@@ -98,6 +98,11 @@ class NoisyTexts(Texts):
     dropout = 0.2
 
 
+class SparseTexts(Texts):
+    def model(self, config, train):
+        return nn.Sequential(nn.Embedding(30, 8, sparse=True), nn.Flatten(), nn.Linear(48, 3))
+
+
 class Weighted(Wine):
     """Each fold has other class weights, and its mean loss another divisor."""
 
@@ -243,7 +248,7 @@ def test_dropout_differs_between_folds_with_equal_weights_and_batches() -> None:
     batch = next(runs[0].batch_source.iterate_steps(0))[0].load()
     stacked = StackedFolds(runs, [batch, batch])
     with torch.no_grad():
-        _, (_, outputs) = stacked.compute(stacked.trained, stacked.constants, *stacked.stack([batch, batch]))
+        outputs = stacked.compute(*stacked.stack([batch, batch])).outputs
     assert not torch.equal(outputs[0], outputs[1])
 
 
@@ -329,6 +334,7 @@ FALLBACKS = [
     (ItemLoss(), {}, "the model or its loss cannot be vectorized: "),
     (OddWine(lambda _, h: h if h.sum() > 0 else -h), {}, "the model or its loss cannot be vectorized: "),
     (OddWine(lambda _, h: Squares.apply(h)), {}, "the model or its loss cannot be vectorized: "),
+    (SparseTexts(), {"optimizer": "adagrad"}, "the model or its loss cannot be vectorized: "),
     (OddWine(Odd.count), {}, "the forward pass changes attributes of modules"),
     (OddWine(Odd.keep_state), {}, "the forward pass changes attributes of modules"),
     (OddWine(lambda _, h: h * (1 + random.random())), {}, "the forward pass changes attributes of modules or draws"),
