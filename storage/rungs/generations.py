@@ -8,6 +8,7 @@ does not depend on the order of the workers.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from optuna.distributions import BaseDistribution, json_to_distribution
 from hpsearch.storage.attributes import CONFIG_SCHEDULE
 from hpsearch.storage.checkpoints.pointers import copy_pointers
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.rungs.rungs import RungRank
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ _SELECT_UNDECIDED = sa.text("""
 """)
 
 _SELECT_PARAMS = sa.text("""
-    SELECT trial_id, param_name, param_value, distribution_json FROM trial_params WHERE trial_id = ANY(:trials)
-     ORDER BY trial_id, param_id
+    SELECT trial_id, param_name, param_value, distribution_json FROM trial_params JOIN trials USING (trial_id)
+     WHERE study_id = :study ORDER BY trial_id, param_id
 """)
 
 _SELECT_NEXT = sa.text("""
@@ -113,19 +113,6 @@ _SET_SCHEDULE = sa.text("""
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
 """)
 
-_INSERT_VALUE = sa.text("""
-    INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss) VALUES (:trial, :rung, :study, :loss)
-    ON CONFLICT (trial_id, rung) DO NOTHING
-""")
-
-_SELECT_RANK = sa.text("""
-    SELECT r.promoted_at IS NOT NULL AS resumed,
-           (SELECT count(*) FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung) AS reached,
-           (SELECT count(*) FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung
-               AND (o.loss, o.trial_id) < (r.loss, r.trial_id)) AS better
-      FROM hpsearch_rungs r WHERE r.trial_id = :trial AND r.rung = :rung
-""")
-
 _SELECT_ALL = sa.text("""
     SELECT t.number, g.generation, g.parent, g.params_before AS before, g.params_after AS after
       FROM hpsearch_generations g JOIN trials t USING (trial_id)
@@ -138,44 +125,10 @@ def read_generations(engine: sa.Engine, study_id: int) -> list[Generation]:
     return [Generation(**row._mapping) for row in Database(engine).fetch_rows(_SELECT_ALL, {"study": study_id})]
 
 
-def record_member_value(
-    connection: sa.Connection, study_id: int, trial_id: int, *, generation: int, loss: float
-) -> RungRank:
-    """Record the value of a member at the end of a generation; a value that was recorded before is kept.
-
-    Returns:
-        The rank among the members that have ended the generation so far; `is_promoted` if the member has continued
-        before, so that it does not pause again.
-    """
-    connection.execute(_INSERT_VALUE, {"trial": trial_id, "rung": generation, "study": study_id, "loss": loss})
-    return read_member_rank(connection, trial_id, generation)
-
-
-def read_member_rank(connection: sa.Connection, trial_id: int, generation: int) -> RungRank:
-    """Return the rank of a member as `record_member_value` does."""
-    row = connection.execute(_SELECT_RANK, {"trial": trial_id, "rung": generation}).one()
-    return RungRank(generation, row.better + 1, row.reached, row.resumed)
-
-
 def find_next_member(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
     """Return (id, generation) of the next paused member that may continue; None if there is none."""
     row = connection.execute(_SELECT_NEXT, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
-
-
-def has_paused_members(connection: sa.Connection, study_id: int) -> bool:
-    """Return whether a member waits at the end of a generation, before or after its decision."""
-    statement = sa.text("""
-        SELECT EXISTS (SELECT FROM hpsearch_rungs r JOIN trials t USING (trial_id)
-                        WHERE r.study_id = :study AND r.promoted_at IS NULL AND t.state = 'WAITING')
-    """)
-    return bool(connection.execute(statement, {"study": study_id}).scalar_one())
-
-
-_SELECT_DISTRIBUTIONS = sa.text("""
-    SELECT DISTINCT param_name, distribution_json FROM trial_params JOIN trials USING (trial_id)
-     WHERE study_id = :study
-""")
 
 
 def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence[int], decide: Decide) -> None:
@@ -195,10 +148,11 @@ def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence
     if not rows:
         return
     generation, by_number = rows[0].rung, {row.number: row for row in rows}
-    started = _read_params(connection, [row.trial_id for row in rows])
-    # A member may have copied conditional parameters of a trial that has left the population since.
-    found = connection.execute(_SELECT_DISTRIBUTIONS, {"study": study_id})
-    distributions = {row.param_name: json_to_distribution(row.distribution_json) for row in found}
+    started: dict[int, dict[str, Any]] = defaultdict(dict)
+    distributions = {}  # also of trials that have left the population, whose conditional parameters may be copied
+    for param in connection.execute(_SELECT_PARAMS, {"study": study_id}):
+        distributions[param.param_name] = distribution = json_to_distribution(param.distribution_json)
+        started[param.trial_id][param.param_name] = distribution.to_external_repr(param.param_value)
     schedules = {
         row.number: json.loads(row.schedule or "null")
         or [{"epoch": 0, "trial": row.number, "params": started[row.trial_id]}]
@@ -224,12 +178,3 @@ def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence
             schedule = json.dumps([*schedules[copy.parent], changed])
             connection.execute(_SET_SCHEDULE, {"trial": row.trial_id, "key": CONFIG_SCHEDULE, "schedule": schedule})
             copy_pointers(connection, child=row.trial_id, parent=by_number[copy.parent].trial_id)
-
-
-def _read_params(connection: sa.Connection, trial_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return the parameters of trials by trial id."""
-    found: dict[int, dict[str, Any]] = {each: {} for each in trial_ids}
-    for row in connection.execute(_SELECT_PARAMS, {"trials": list(trial_ids)}):
-        distribution = json_to_distribution(row.distribution_json)
-        found[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
-    return found

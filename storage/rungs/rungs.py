@@ -104,9 +104,10 @@ _COUNT_BETTER = """
 """
 
 _SELECT_RANK = sa.text(f"""
-    SELECT r.promoted_at IS NOT NULL OR (r.loss, r.trial_id) <= (c.best_loss, c.best_trial) AS promoted,
-           {_COUNT_BETTER} AS better, c.reached
-      FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
+    SELECT r.promoted_at IS NOT NULL AS promoted, (r.loss, r.trial_id) <= (c.best_loss, c.best_trial) AS is_best,
+           {_COUNT_BETTER} AS better, coalesce(c.reached, (
+             SELECT count(*) FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung)) AS reached
+      FROM hpsearch_rungs r LEFT JOIN hpsearch_rung_cuts c USING (study_id, rung)
      WHERE r.trial_id = :trial AND r.rung = :rung
 """)  # noqa: S608 the parts are constants
 
@@ -115,6 +116,12 @@ _SELECT_COUNTS = sa.text("""
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting,
            count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'PRUNED') AS pruned
       FROM hpsearch_rungs r JOIN trials t USING (trial_id) WHERE r.study_id = :study GROUP BY rung ORDER BY rung
+""")
+
+_HAS_WAITING = sa.text("""
+    SELECT EXISTS (SELECT FROM hpsearch_rungs r JOIN trials t USING (trial_id)
+                    WHERE r.study_id = :study AND r.promoted_at IS NULL AND r.retired_at IS NULL
+                      AND t.state = 'WAITING')
 """)
 
 _UPDATE_PROMOTED = sa.text("""
@@ -207,9 +214,11 @@ def record_rung_value(
         fronts.record_rung_values(connection, study_id, trial_id, rungs.maximize_each, rung=rung, values=value)
         recompute_cutoffs(connection, study_id, rungs, n_trials=n_trials)
         return
-    connection.execute(_INSERT_CUTOFFS, {"study": study_id, "rung": rung})
+    has_cutoffs = rungs.decide is None
+    if has_cutoffs:
+        connection.execute(_INSERT_CUTOFFS, {"study": study_id, "rung": rung})
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.to_loss(value)}
-    if connection.execute(fronts.INSERT_RUNG_VALUE, {**arguments, "losses": None}).rowcount == 1:
+    if connection.execute(fronts.INSERT_RUNG_VALUE, {**arguments, "losses": None}).rowcount == 1 and has_cutoffs:
         places = rungs.get_promotion_quota(n_trials)
         connection.execute(_UPDATE_CUTOFFS, {**arguments, "factor": rungs.factor, "places": places})
 
@@ -224,15 +233,25 @@ def recompute_cutoffs(connection: sa.Connection, study_id: int, rungs: Rungs, *,
         n_trials: the budget in trials.
     """
     connection.execute(_DELETE_CUTOFFS, {"study": study_id})
+    if rungs.decide is not None:
+        return  # a generation has no cutoff
     arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.get_promotion_quota(n_trials)}
     # In multi-objective studies, any trial may still be promoted: a later trial may change the ranks of earlier trials.
     connection.execute(_RECOMPUTE_CUTOFFS, {**arguments, "hopeless": not rungs.maximize_each})
 
 
-def read_rung_rank(connection: sa.Connection, trial_id: int, rung: int) -> RungRank:
-    """Return the rank of a trial at a rung that it has reached, and whether it is promoted."""
+def read_rung_rank(connection: sa.Connection, trial_id: int, rungs: Rungs, rung: int) -> RungRank:
+    """Return the rank of a trial at a rung that it has reached, and whether it is promoted.
+
+    In population-based training, only a member that has continued before is promoted, so that it does not pause again.
+    """
     row = connection.execute(_SELECT_RANK, {"trial": trial_id, "rung": rung}).one()
-    return RungRank(rung, row.better + 1, row.reached, row.promoted)
+    return RungRank(rung, row.better + 1, row.reached, row.promoted or (rungs.decide is None and row.is_best))
+
+
+def has_waiting_trials(connection: sa.Connection, study_id: int) -> bool:
+    """Return whether a trial waits at a rung, at which it must be promoted or pruned."""
+    return bool(connection.execute(_HAS_WAITING, {"study": study_id}).scalar_one())
 
 
 def find_next_to_promote(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:

@@ -19,19 +19,14 @@ from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.rungs.generations import (
-    decide_generation,
-    find_next_member,
-    has_paused_members,
-    read_member_rank,
-    record_member_value,
-)
+from hpsearch.storage.rungs.generations import decide_generation, find_next_member
 from hpsearch.storage.rungs.last_phase import has_budget_to_continue, plan_next_step
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,
     RungRank,
     Rungs,
     find_next_to_prune,
+    has_waiting_trials,
     read_rung_rank,
     record_promotion,
     record_rung_value,
@@ -239,13 +234,7 @@ class Claims:
             if study is None or study.stopped is not None:
                 return False
             row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
-            # A trial that waits at a rung must be promoted or pruned.
-            if (rungs := self._rungs) is None:
-                at_rung = False
-            elif rungs.decide is None:
-                at_rung = find_next_to_prune(connection, self._study_id, rungs, n_trials=0, over=True) is not None
-            else:
-                at_rung = has_paused_members(connection, self._study_id)
+            at_rung = self._rungs is not None and has_waiting_trials(connection, self._study_id)
             spending = self._spending(connection)
         room = spending is None or spending.has_budget_for_epoch(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
@@ -371,17 +360,11 @@ class Claims:
             if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
                 # The first try may have paused the trial, and its reply was lost.
                 if repeated and has_ended_as(*place, Outcome.PAUSED.value):
-                    read_rank = read_rung_rank if rungs.decide is None else read_member_rank
-                    return replace(read_rank(connection, claim.trial_id, rung), is_promoted=False)
+                    return replace(read_rung_rank(connection, claim.trial_id, rungs, rung), is_promoted=False)
                 return None
-            if rungs.decide is not None:
-                assert isinstance(value, float)
-                loss = rungs.to_loss(value)
-                at = record_member_value(connection, self._study_id, claim.trial_id, generation=rung, loss=loss)
-            else:
-                at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
-                record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
-                at = read_rung_rank(connection, claim.trial_id, rung)
+            at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
+            record_rung_value(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+            at = read_rung_rank(connection, claim.trial_id, rungs, rung)
             if (
                 at.is_promoted
                 and rungs.decide is None
