@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from hpsearch.objectives.training.result import ResplitScore
 
-_SUMMED = frozenset({"epoch_seconds"})  # metrics that are summed over the folds; the others are averaged
-_LARGEST = frozenset({"peak_memory_bytes"})
+# How metrics of the folds are merged; the others are averaged.
+_MERGES: dict[str, Callable[[list[float]], float]] = {"epoch_seconds": math.fsum, "peak_memory_bytes": max}
 
 
-def merge_metrics(folds: list[Mapping[str, float]], key: str) -> dict[str, float]:
+def merge_metrics(folds: Sequence[Mapping[str, float]], key: str) -> dict[str, float]:
     """Return the metrics of a run from those of its folds: means, and for the metric `key` also each fold's value.
 
     The result also contains the standard error of the mean of `key`, as ``{key}_se``. Folds share training samples, so
     it is too small by an unknown factor (Bengio and Grandvalet 2004, *Journal of Machine Learning Research* 5).
     """
-    merged = {name: _merge(name, [fold[name] for fold in folds if name in fold]) for name in folds[0]}
+    merged = {name: _MERGES.get(name, fmean)([fold[name] for fold in folds if name in fold]) for name in folds[0]}
     values = [fold[key] for fold in folds]
     merged[f"{key}_se"] = _compute_standard_error(values)
     return merged | {_get_fold_key(key, number): value for number, value in enumerate(values, start=1)}
@@ -36,12 +36,6 @@ def _get_fold_key(key: str, number: int) -> str:
 def _compute_standard_error(values: list[float]) -> float:
     """Return the standard error of the mean; NaN if a value is not finite, which `stdev` rejects."""
     return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
-
-
-def _merge(name: str, values: list[float]) -> float:
-    if name in _SUMMED:
-        return math.fsum(values)
-    return max(values) if name in _LARGEST else fmean(values)
 
 
 def score_folds(

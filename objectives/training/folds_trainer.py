@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,18 +47,18 @@ class _FoldSession:
     Args:
         owner: trainer of the run.
         index: index of the fold.
-        curve: learning curve of the fold.
+        state: state of the fold in the last checkpoint of the run; None if there is none.
     """
 
     run_dir: Path | None = None
     shards: Path | None = None
 
-    def __init__(self, owner: FoldsTrainer, index: int, curve: Curve) -> None:
-        self._owner, self._index, self.curve = owner, index, curve
-        self.restored: dict[str, Any] | None = None
+    def __init__(self, owner: FoldsTrainer, index: int, state: dict[str, Any] | None) -> None:
+        self._owner, self._index, self._state = owner, index, state
+        self.curve = _FoldCurve(owner.objective.metric, maximize=owner.objective.direction == "maximize")
 
     def restore(self) -> dict[str, Any] | None:
-        state, self.restored = self.restored, None
+        state, self._state = self._state, None
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
@@ -76,14 +75,6 @@ class _FoldSession:
 
     def log(self, path: Path) -> None:
         """Do nothing: a fold writes no files."""
-
-
-@dataclass
-class _FoldRun:
-    """Trainer and training state of one fold."""
-
-    trainer: Trainer
-    run: Run
 
 
 class FoldsTrainer(BaseTrainer):
@@ -123,16 +114,12 @@ class FoldsTrainer(BaseTrainer):
     ) -> None:
         assert plan.folds is not None
         super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
-        self.objective = check_folds(objective)
+        self.objective, self._count = check_folds(objective), plan.folds
         if not self.ranks.is_single_process:
             raise ObjectiveError("--folds trains each trial on one device; remove --devices and --nodes, or --folds")
-        maximize = self.objective.direction == "maximize"
-        metric = self.objective.metric
-        self._curve = self.curve or Curve(metric, maximize=maximize)
-        self._sessions = [
-            _FoldSession(self, index, _FoldCurve(metric, maximize=maximize)) for index in range(plan.folds)
-        ]
-        self._folds: list[_FoldRun] = []
+        self._curve = self.curve or Curve(self.objective.metric, maximize=self.objective.direction == "maximize")
+        self._trainers: list[Trainer] = []
+        self._runs: list[Run] = []
         self._group: FoldGroup | None = None  # None trains the folds in turns
         self._sums: list[EpochSums] = []  # of the group's current epoch
         self._identity: dict[str, Any] = {}
@@ -162,22 +149,20 @@ class FoldsTrainer(BaseTrainer):
     def _start(self) -> Verdict:
         """Build the folds, and restore the last checkpoint, if there is one."""
         state = None if self.session is None else self.session.restore()
-        states = [None] * len(self._sessions) if state is None else state.get("fold_states", [])
-        if len(states) != len(self._sessions):
+        states = [None] * self._count if state is None else state.get("fold_states", [])
+        if len(states) != self._count:
             raise ObjectiveError(f"the checkpoint belongs to another run: it has {len(states)} folds; use a new folder")
-        for session, restored in zip(self._sessions, states, strict=True):
-            session.restored = restored
-            trainer = self._make_trainer(session)
-            run = trainer.build()
-            trainer.start(run)
-            self._folds.append(_FoldRun(trainer, run))
-        first = self._folds[0].run
+        for index, own in enumerate(states):
+            trainer = self._make_trainer(_FoldSession(self, index, own), Fold(index, self._count))
+            self._trainers.append(trainer)
+            self._runs.append(trainer.build())
+            trainer.start(self._runs[-1])
         self._identity = {
             "format": CHECKPOINT_FORMAT,
             "objective": self.objective.name,
             "config": self.config.to_dict(),
             **self.plan.identity,
-            "split_hash": combine_hashes([fold.run.identity["split_hash"] for fold in self._folds]),
+            "split_hash": combine_hashes([run.identity["split_hash"] for run in self._runs]),
         }
         if state is not None:
             config = TrainConfig.from_dict(state["config"]).to_dict()  # newer settings get their defaults
@@ -185,32 +170,28 @@ class FoldsTrainer(BaseTrainer):
             self._curve.load_state_dict(state)
             self.files.log.info("resumed after epoch %d", self._curve.next_epoch)
         self._choose_path(None if state is None else state.get("is_vectorized", False))
-        resolved = {**self._identity, "environment": first.environment}
-        return self._open(self._curve, resolved, first.git_diff, resumed_at=self._step if state else None)
+        resolved = {**self._identity, "environment": self._runs[0].environment}
+        return self._open(self._curve, resolved, self._runs[0].git_diff, resumed_at=self._step if state else None)
 
     def _choose_path(self, was_vectorized: bool | None) -> None:
         """Decide whether the folds train together; a resumed run keeps the choice of its checkpoint."""
         reason = "as before the interruption"
         if was_vectorized is not False:
-            runs = [fold.run for fold in self._folds]
-            self._group, reason = build_fold_group(
-                self.objective, self.config, runs, is_resumed=was_vectorized is not None
-            )
+            is_resumed = was_vectorized is not None
+            self._group, reason = build_fold_group(self.objective, self.config, self._runs, is_resumed=is_resumed)
         path = "in turns" if self._group is None else "as one vectorized model"
         self.files.log.info("folds train %s: %s", path, reason)
 
-    def _make_trainer(self, session: _FoldSession) -> Trainer:
+    def _make_trainer(self, session: _FoldSession, fold: Fold) -> Trainer:
         plan = self.plan
-        assert plan.folds is not None
-        index = self._sessions.index(session)
         trainer = Trainer(
             self.objective,
             self.config,
             epochs=plan.epochs,
-            seed=derive_seed(plan.seed, "fold", index),
+            seed=derive_seed(plan.seed, "fold", fold.index),
             split_seed=plan.split_seed,
             resplit_seed=plan.resplit_seed,
-            fold=Fold(index, plan.folds),
+            fold=fold,
             session=session,
             device=str(self.device),
         )
@@ -224,8 +205,8 @@ class FoldsTrainer(BaseTrainer):
         train = self._train_in_turns if self._group is None else partial(self._train_together, self._group)
         if (verdict := train(epoch)) != Verdict.CONTINUE:
             return verdict
-        records = [fold.run.curve.history[epoch] for fold in self._folds]
-        metrics = merge_metrics([record.metrics for record in records], f"val_{self.objective.metric}")
+        folds = [run.curve.history[epoch].metrics for run in self._runs]
+        metrics = merge_metrics(folds, f"val_{self.objective.metric}")
         record = EpochRecord(epoch, time.time(), metrics)
         best = self._curve.add(record, self._copy_weights)
         if self.session is not None:
@@ -234,31 +215,32 @@ class FoldsTrainer(BaseTrainer):
         return self._report(record)
 
     def _train_in_turns(self, epoch: int) -> Verdict:
-        for fold in self._folds:
-            if fold.run.curve.next_epoch > epoch:  # trained before the run was interrupted within the epoch
+        for trainer, run in zip(self._trainers, self._runs, strict=True):
+            if run.curve.next_epoch > epoch:  # trained before the run was interrupted within the epoch
                 continue
             began = time.perf_counter()
-            if (verdict := fold.trainer.run_epoch(fold.run)) != Verdict.CONTINUE:
+            if (verdict := trainer.run_epoch(run)) != Verdict.CONTINUE:
                 return verdict
             self._last_seconds = time.perf_counter() - began
         return Verdict.CONTINUE
 
     def _train_together(self, group: FoldGroup, epoch: int) -> Verdict:
         """Train and validate an epoch of all folds; the last fold acts for all of them within the epoch."""
-        last, started = self._folds[-1], time.perf_counter()
-        is_resumed = last.run.mid_epoch_state is not None
-        sums = [fold.trainer.begin_epoch(fold.run, epoch) for fold in self._folds]
+        folds, started = list(zip(self._trainers, self._runs, strict=True)), time.perf_counter()
+        trainer, last = folds[-1]
+        is_resumed = last.mid_epoch_state is not None
+        sums = [own.begin_epoch(run, epoch) for own, run in folds]
         if not is_resumed:  # a resumed epoch has restored the same generators for each fold
             set_seed(self.plan.seed, "epoch", epoch)
         started -= sums[-1].seconds
         self._sums = sums
         try:
-            group.train_epoch(epoch, sums, partial(last.trainer.save_mid_epoch_if_due, last.run, started, sums[-1]))
+            group.train_epoch(epoch, sums, partial(trainer.save_mid_epoch_if_due, last, started, sums[-1]))
         except MidEpochStopError:
             return Verdict.STOP
-        seconds = (time.perf_counter() - started) / len(self._folds)
-        for fold, own in zip(self._folds, sums, strict=True):
-            fold.trainer.end_epoch(fold.run, own, seconds)
+        seconds = (time.perf_counter() - started) / len(folds)
+        for (own, run), of_fold in zip(folds, sums, strict=True):
+            own.end_epoch(run, of_fold, seconds)
         return Verdict.CONTINUE
 
     def choose_mid_epoch_action(self, index: int, left: Callable[[], float]) -> MidEpochAction:
@@ -266,21 +248,21 @@ class FoldsTrainer(BaseTrainer):
         if self.session is None:
             return MidEpochAction.NONE
         if self._group is not None:  # `left` contains the validation of one fold
-            ends = sum(fold.run.epoch_end_seconds for fold in self._folds[:-1])
+            ends = sum(run.epoch_end_seconds for run in self._runs[:-1])
             if (action := self.session.mid_epoch_action(lambda: left() + ends)) is not MidEpochAction.NONE:
                 self._group.prepare_checkpoint()
             return action
-        later = len(self._folds) - index - 1
+        later = len(self._runs) - index - 1
         return self.session.mid_epoch_action(lambda: left() + later * max(self._last_seconds, left()))
 
     def save_mid_epoch(self, index: int, state: dict[str, Any]) -> None:
         """Save all folds; `state` is that of the fold at `index`, which is within an epoch."""
         assert self.session is not None
-        folds = [fold.run.state_dict() for fold in self._folds]
+        folds = [run.state_dict() for run in self._runs]
         if self._group is not None:
-            for number, (fold, sums) in enumerate(zip(self._folds, self._sums, strict=True)):
-                fold.run.finite_guard.flush()  # only finite states are saved
-                folds[number] = fold.run.mid_epoch_state_dict(sums.state_dict())
+            for number, (run, sums) in enumerate(zip(self._runs, self._sums, strict=True)):
+                run.finite_guard.flush()  # only finite states are saved
+                folds[number] = run.mid_epoch_state_dict(sums.state_dict())
         folds[index] = state
         self.session.save_mid_epoch(
             {**self._state_dict(folds), "format": MID_EPOCH_FORMAT, "within": {"sums": {"steps": self._step}}}
@@ -288,23 +270,23 @@ class FoldsTrainer(BaseTrainer):
 
     @property
     def _step(self) -> int:
-        return sum(fold.run.step for fold in self._folds)
+        return sum(run.step for run in self._runs)
 
     @property
     def _notes(self) -> list[str]:
-        return list(dict.fromkeys(note for fold in self._folds for note in fold.run.resume_notes))
+        return list(dict.fromkeys(note for run in self._runs for note in run.resume_notes))
 
     def _copy_weights(self) -> dict[str, Any]:
         """Return a copy of the weights of the ensemble."""
-        weights = [fold.run.copy_weights() for fold in self._folds]
+        weights = [run.copy_weights() for run in self._runs]
         return {f"models.{index}.{name}": tensor for index, own in enumerate(weights) for name, tensor in own.items()}
 
     def _state_dict(self, folds: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         return {
             **self._identity,
-            "environment": self._folds[0].run.environment,
+            "environment": self._runs[0].environment,
             "notes": self._notes,
-            "fold_states": [fold.run.state_dict() for fold in self._folds] if folds is None else folds,
+            "fold_states": [run.state_dict() for run in self._runs] if folds is None else folds,
             "step": self._step,
             "is_vectorized": self._group is not None,
             **self._curve.state_dict(),
@@ -312,12 +294,11 @@ class FoldsTrainer(BaseTrainer):
 
     def _finish(self, verdict: Verdict) -> FitResult:
         """Return the result; a run that will not be resumed also passes its files to the session."""
-        runs = [fold.run for fold in self._folds]
-        models = [unwrap_model(run.eval_model).cpu().eval() for run in runs]
+        models = [unwrap_model(run.eval_model).cpu().eval() for run in self._runs]
         ensemble, best = Ensemble(models), self._curve.best
         if best:
             ensemble.load_state_dict(best["model"])
-        first = runs[0]
+        first = self._runs[0]
         shared = self._shared_result(self._curve, verdict, self._notes, finished=self._is_finished)
         is_scored = self.plan.resplit_seed is not None and shared["status"] == "completed"
         result = FitResult(
@@ -339,18 +320,18 @@ class FoldsTrainer(BaseTrainer):
 
     def _score(self) -> ResplitScore:
         """Return the score of a run on a new division, without the optimism of the choice of its best epoch."""
-        curves = [[record.metrics[self._curve.metric_key] for record in fold.run.curve.history] for fold in self._folds]
-        splits = self._folds[0].run.splits
-        sizes = len(splits.train), sum(len(fold.run.splits.val) for fold in self._folds), len(splits.test)
+        curves = [[record.metrics[self._curve.metric_key] for record in run.curve.history] for run in self._runs]
+        splits = self._runs[0].splits
+        sizes = len(splits.train), sum(len(run.splits.val) for run in self._runs), len(splits.test)
         is_by_time = splits.blocks is not None and splits.blocks.ordered  # the windows do not depend on a seed
         return score_folds(curves, maximize=self._curve.maximize, sizes=sizes, has_new_split=not is_by_time)
 
     def _write_report(self, result: FitResult, path: Path, steps: list[dict[str, Any]]) -> None:  # noqa: ARG002
         metric, best = self.objective.metric, result.best_epoch
         rows = [
-            f"| {number} | {len(fold.run.splits.train)} | {len(fold.run.splits.val)} | "
-            f"{fold.run.curve.history[best].metrics[self._curve.metric_key]:.6g} |"
-            for number, fold in enumerate(self._folds, start=1)
+            f"| {number} | {len(run.splits.train)} | {len(run.splits.val)} | "
+            f"{run.curve.history[best].metrics[self._curve.metric_key]:.6g} |"
+            for number, run in enumerate(self._runs, start=1)
         ]
         title = f"{self.objective.name}: {result.status}, best {metric} {result.best_value:.6g}"
         write_sections(

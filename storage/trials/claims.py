@@ -145,11 +145,10 @@ class Claims:
             if row.running == 0:
                 return self._prune_cut(connection, trial_id, spending)
             trial_id = None  # the running trials may not use the whole rest of the budget
+        over = not may_open and row.running == 0
         if trial_id is None and self._rungs is not None and self._rungs.decide is not None:
-            is_ended = not may_open and row.running == 0
-            trial_id, rung = self._find_member(connection, self._rungs, is_ended=is_ended) or (None, None)
+            trial_id, rung = self._find_member(connection, self._rungs, is_ended=over) or (None, None)
         elif trial_id is None and self._rungs is not None:
-            over = not may_open and row.running == 0
             if open_new and room:
                 steps = {
                     "epochs_left": spending and spending.epochs_left,

@@ -119,6 +119,5 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> RestoredModel
         detail = " ".join(str(error).split())[:200]
         raise ObjectiveError(f"{objective.name}: the saved weights do not fit the current model ({detail})") from error
     model.eval()
-    pairs = zip(parts, models, strict=True) if "folds" in best else ()
-    folds = [RestoredModel(objective, config, splits, own) for splits, own in pairs]
-    return RestoredModel(objective, config, parts[0], model, folds)
+    restored = [RestoredModel(objective, config, splits, own) for splits, own in zip(parts, models, strict=True)]
+    return RestoredModel(objective, config, parts[0], model, restored) if "folds" in best else restored[0]

@@ -36,20 +36,16 @@ def draw_fold(rows: Rows, labels: Rows | None, groups: Rows | None, fold: Fold, 
     from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold
 
     rows, options = np.sort(rows), {"n_splits": fold.count, "shuffle": True, "random_state": derive_seed(seed, "folds")}
-    smallest, what = len(rows), "samples"
+    smallest, what, parts = len(rows), "samples", KFold(**options).split(rows)
     if groups is not None:
         smallest, what = len(np.unique(groups[rows])), "groups"
+        parts = GroupKFold(**options).split(rows, groups=groups[rows])
     elif labels is not None:
         smallest, what = int(np.unique(labels[rows], return_counts=True)[1].min()), "samples of the rarest class"
+        parts = StratifiedKFold(**options).split(rows, labels[rows])
     if smallest < fold.count:
         fault = f"--folds {fold.count} needs at least {fold.count} {what}, but there are {smallest}"
         raise ObjectiveError(fault if what.endswith("class") else f"{fault}; use fewer folds")
-    if groups is not None:
-        parts = GroupKFold(**options).split(rows, groups=groups[rows])
-    elif labels is not None:
-        parts = StratifiedKFold(**options).split(rows, labels[rows])
-    else:
-        parts = KFold(**options).split(rows)
     train, val = list(parts)[fold.index]
     return rows[train], rows[val]
 
