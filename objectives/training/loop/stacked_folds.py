@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_arg
 from torch.nn import functional
 
 from hpsearch.objectives.training.data.dataset import Batch
@@ -197,6 +198,9 @@ def _simplify(recorded: GraphModule, inputs: tuple[Tensors, Tensors, Tree, Tree]
             target is aten.ones_like.default or (set(own).issubset(fixed) and (target.is_view or not is_changing))
         ):
             fixed.append(node)
+            # Not the value found above, which may be a view of a copy that an earlier node no longer makes.
+            arguments: Any = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = target(*arguments[0], **arguments[1])
             if is_changing:
                 changing.add(node)
     for node in fixed:
