@@ -58,7 +58,12 @@ PACKAGES = (
     *("objectives.training.serving_module", "objectives.training.result"),
     "objectives.training.loop",
     "objectives.training.reports",
-    *("objectives.training.trainer", "objectives.training.fold_metrics", "objectives.training.folds_trainer"),
+    *(
+        "objectives.training.base_trainer",
+        "objectives.training.trainer",
+        "objectives.training.fold_metrics",
+        "objectives.training.folds_trainer",
+    ),
     "objectives.training.checks",
     *("objectives.custom_loop", "objectives.adapters", "objectives.fit"),
     *("objectives.references", "objectives.loading", "objectives.template"),

@@ -21,6 +21,7 @@ from hpsearch.objectives.custom_loop.folder import (
 )
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metric_names import get_metric_value
+from hpsearch.objectives.training.base_trainer import BaseTrainer, format_metrics
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.evaluation.evaluate import is_metric_name
@@ -29,7 +30,6 @@ from hpsearch.objectives.training.loop.measure_model import measure_model
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
-from hpsearch.objectives.training.trainer import BaseTrainer, format_metrics
 
 _MEASURABLE = {"latency_ms", "model_mb", "parameters"}  # the model metrics that `LoopTrial.measure` returns
 

@@ -12,6 +12,7 @@ from typing import Any
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective, overrides
+from hpsearch.objectives.training.base_trainer import BaseTrainer, format_metrics
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.evaluation.ensemble import Ensemble
@@ -30,7 +31,7 @@ from hpsearch.objectives.training.reproducibility.seeds import derive_seed, make
 from hpsearch.objectives.training.result import FitResult, ResplitScore
 from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Session, Verdict
-from hpsearch.objectives.training.trainer import BaseTrainer, MidEpochStopError, Trainer, format_metrics
+from hpsearch.objectives.training.trainer import MidEpochStopError, Trainer
 
 
 class _FoldCurve(Curve):

@@ -105,6 +105,7 @@ def train(
     from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.objective import Objective
+    from hpsearch.objectives.training.base_trainer import resolve_device
     from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
     from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
@@ -112,7 +113,6 @@ def train(
     from hpsearch.objectives.training.loop.profiling import NO_INSTRUMENTS, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
-    from hpsearch.objectives.training.trainer import resolve_device
     from hpsearch.search.cli.probe import load_probed_objective
 
     class PrintingSession(LocalSession):
@@ -225,8 +225,8 @@ def smoke(
     import dataclasses
 
     from hpsearch.objectives.fit import require_model_objective
+    from hpsearch.objectives.training.base_trainer import resolve_device
     from hpsearch.objectives.training.checks.smoke import run_smoke_test
-    from hpsearch.objectives.training.trainer import resolve_device
     from hpsearch.search.cli.probe import load_probed_objective
 
     found = require_model_objective(load_probed_objective(objective), "smoke")
@@ -269,8 +269,8 @@ def lr_range(
     The command trains with an increasing learning rate until the loss diverges, and writes a plot.
     """
     from hpsearch.objectives.fit import require_model_objective
+    from hpsearch.objectives.training.base_trainer import resolve_device
     from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
-    from hpsearch.objectives.training.trainer import resolve_device
     from hpsearch.search.cli.probe import load_probed_objective
 
     found = require_model_objective(load_probed_objective(objective), "lr-range")

@@ -359,7 +359,9 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
     """
     if "peak_memory_mb" not in spec.reported_metrics:
         return
-    from hpsearch.objectives.training.trainer import resolve_device  # imports torch, which most commands do not need
+    from hpsearch.objectives.training.base_trainer import (
+        resolve_device,  # imports torch, which most commands do not need
+    )
 
     if (kind := resolve_device(device).type) != "cuda":
         raise SearchError(

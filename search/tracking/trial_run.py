@@ -15,11 +15,11 @@ from optuna.trial import TrialState
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.training.base_trainer import resolve_device
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.objectives.training.reproducibility.environment import describe_environment
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import ExportableModel, RunResult
-from hpsearch.objectives.training.trainer import resolve_device
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
