@@ -126,7 +126,7 @@ def search(trials: Trials, stages: list[tuple[int, int]]) -> tuple[int, float]:
     return best, values[last][best]
 
 
-def run_ways(given: tuple[str, int]) -> dict[str, dict[str, float]]:
+def run_study(given: tuple[str, int]) -> dict[str, dict[str, float]]:
     """Run a study in all ways; return the best value of the search and the test score of its ensemble by way."""
     name, number = given
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def main() -> None:
     if not given.read:
         jobs = [(name, number) for number in range(given.studies) for name in DATA]
         with ProcessPoolExecutor(given.workers) as pool:
-            for (name, _), found in zip(jobs, pool.map(run_ways, jobs), strict=True):
+            for (name, _), found in zip(jobs, pool.map(run_study, jobs), strict=True):
                 raw.setdefault(name, []).append(found)
                 print(f"{name}: {len(raw[name])} of {given.studies}", file=sys.stderr, flush=True)
                 if given.raw:

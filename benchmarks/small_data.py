@@ -109,7 +109,7 @@ class Friedman(Small):
 DATA: dict[str, type[Small]] = {cls.name: cls for cls in (Wine, Diabetes, BreastCancer, SmallMixture, Friedman)}
 
 
-def run_ways(given: tuple[str, int]) -> dict[str, dict[str, float]]:
+def run_study(given: tuple[str, int]) -> dict[str, dict[str, float]]:
     """Run a study in all ways; return the best value of the search and the test score of its model by way."""
     name, number = given
     torch.set_num_threads(1)
@@ -171,7 +171,7 @@ def main() -> None:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             for name in given.data:
                 raw[name] = []
-                for found in pool.map(run_ways, [(name, number) for number in range(given.studies)]):
+                for found in pool.map(run_study, [(name, number) for number in range(given.studies)]):
                     raw[name].append(found)
                     print(f"{name}: {len(raw[name])} of {given.studies}", file=sys.stderr, flush=True)
                     if given.raw:

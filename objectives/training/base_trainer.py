@@ -1,4 +1,4 @@
-"""What the training loops have in common: the session, the files and the device of a run."""
+"""Base class of the training loops, with the session, the files and the device of a run."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ class Trainer(BaseTrainer):
         changed = self.build(epoch)
         for trained in range(epoch + (run.mid_epoch_state is not None)):
             self._on_epoch(changed, trained)
-        changed.load_state_dict(run.state_dict(), is_other_config=config != run.config)
-        changed.mid_epoch_state = run.mid_epoch_state
+        state = {**run.state_dict(), "within": run.mid_epoch_state}
+        changed.load_state_dict(state, is_other_config=config != run.config)
         return changed
 
     def run_epoch(self, run: Run) -> Verdict:

@@ -359,9 +359,8 @@ def require_measurable(spec: StudySpec, device: str | None) -> None:
     """
     if "peak_memory_mb" not in spec.reported_metrics:
         return
-    from hpsearch.objectives.training.base_trainer import (
-        resolve_device,  # imports torch, which most commands do not need
-    )
+    # Imports torch, which most commands do not need.
+    from hpsearch.objectives.training.base_trainer import resolve_device
 
     if (kind := resolve_device(device).type) != "cuda":
         raise SearchError(

@@ -157,9 +157,8 @@ class Attempt:
         if (schedule := get_schedule(context.storage.get_trial(self._claim.trial_id))) is not None:
             configs = {part["epoch"]: context.objective.configure(FixedTrial(part["params"])) for part in schedule}
             config, plan = configs[0], replace(plan, config_by_epoch=configs)
-            if (
-                spec.pruner.shares_checkpoints
-            ):  # without its checkpoint, the trial trains like the trials that it copied
+            # Without its checkpoint, the trial trains like the trials that it copied.
+            if spec.pruner.shares_checkpoints:
                 seeds = {part["epoch"]: derive_training_seed(spec, part["trial"]) for part in schedule}
                 plan = replace(plan, seed_by_epoch=seeds)
         job = Job(self._claim.number, self._claim.attempt, spec, config, plan)

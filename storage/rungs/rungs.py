@@ -146,7 +146,7 @@ _SELECT_PROMOTABLE = sa.text(f"""
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-# At most `min_complete`.
+# The number of COMPLETE trials, counted up to `min_complete`.
 _COUNT_COMPLETE = """
     (SELECT count(*) FROM (
         SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e)
@@ -159,7 +159,7 @@ _SELECT_TO_COMPLETE = sa.text(f"""
      ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-# Until `min_complete` trials are COMPLETE, all waiting trials are kept: those that rank higher may diverge or fail.
+# Until `min_complete` trials are COMPLETE, all waiting trials are kept, because better ones may diverge or fail.
 _SELECT_TO_PRUNE = sa.text(f"""
     SELECT r.*, {_COUNT_BETTER} AS better,
            (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
@@ -306,11 +306,11 @@ def find_next_to_prune(
         return None
     epochs = rungs.epochs[row.rung]
     if not over:
-        verdict = f"only {row.places} of {n_trials} trials are promoted"
+        verdict = f"{row.places} of {n_trials} trials are promoted"
     elif row.better < row.places:
         verdict = why
     else:
-        ranks = "only rank 1 is" if row.places == 1 else f"only ranks 1 to {row.places} are"
+        ranks = "rank 1 is" if row.places == 1 else f"ranks 1 to {row.places} are"
         verdict = f"{ranks} promoted" if row.places else "none promoted"
     by_fronts = " by Pareto fronts" if rungs.maximize_each else ""
     if rungs.maximize_each and row.places:  # the ranks may have differed when other trials were promoted

@@ -60,8 +60,8 @@ class StudyCache:
     def select(self, database: Database, states: frozenset[TrialState], *, max_age: float = 0.0) -> list[FrozenTrial]:
         """Read the changes since the last call, and return the trials in these states, by number.
 
-        If `states` contains only final states, unfinished trials are not read, and the database is queried only if the
-        last query is at least `max_age` seconds old.
+        If `states` contains only final states, unfinished trials are read only if they were reopened, and the database
+        is queried only if the last query is at least `max_age` seconds old.
 
         Raises:
             KeyError: the study does not exist.
@@ -106,9 +106,9 @@ class StudyCache:
         return [trial for trial in self._trials if trial.state in states]
 
     def _read_finished(self, database: Database) -> None:
-        finished, others, mark = read_newly_finished(database, self.study_id, self._known)
+        complete_rows, others, mark = read_newly_finished(database, self.study_id, self._known)
         arrived = {row.trial_id: make_bare_trial(row) for row in others}
-        arrived |= {row.trial_id: merge_row(row) for row in finished}  # read last
+        arrived |= {row.trial_id: merge_row(row) for row in complete_rows}  # newer than the rows in `others`
         for trial_id in sorted(arrived):
             self._put(arrived[trial_id])
         self._known.mark = mark  # set last, so that the next read repeats an interrupted one
@@ -117,7 +117,7 @@ class StudyCache:
         rows, mark = read_updates(database, self.study_id, self._known)
         for row in rows:
             self._take(row)
-        self._known.mark, self._known.horizon = mark, mark.horizon
+        self._known.mark, self._known.details_horizon = mark, mark.horizon
 
     def _take(self, row: sa.Row[Any]) -> None:
         known = self._trials[self._index_of[row.trial_id]] if row.changes else None

@@ -186,15 +186,15 @@ class ReadCursor:
     Attributes:
         last_trial_id: highest trial id that was read; -1 if no trial was read.
         unfinished_ids: ids of the trials that were not finished at the last read.
-        loaded_ids: ids of the unfinished trials whose details were read completely up to `horizon`.
-        horizon: id of a transaction; the next read of loaded trials reads only rows written since this transaction.
+        loaded_ids: ids of the unfinished trials whose details were read completely up to `details_horizon`.
+        details_horizon: id of a transaction; the next read of loaded trials reads only rows written since this one.
         mark: state of the database at the last read of any kind.
     """
 
     last_trial_id: int = -1
     unfinished_ids: set[int] = field(default_factory=set)
     loaded_ids: set[int] = field(default_factory=set)
-    horizon: str = _NO_HORIZON
+    details_horizon: str = _NO_HORIZON
     mark: ReadMark = field(default=ReadMark("", _NO_HORIZON))
 
     def _parameters(self, study_id: int) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def read_updates(database: Database, study_id: int, known: ReadCursor) -> tuple[
     Raises:
         KeyError: the study does not exist.
     """
-    parameters = known._parameters(study_id) | {"loaded": list(known.loaded_ids), "horizon": known.horizon}
+    parameters = known._parameters(study_id) | {"loaded": list(known.loaded_ids), "horizon": known.details_horizon}
     rows, mark = _split_mark(database.fetch_rows(_UPDATES, parameters), study_id)
     if mark.study_version == known.mark.study_version:
         return rows, mark

@@ -91,9 +91,9 @@ _FIRST_DISTRIBUTION = """
 class PostgresStorage(BaseStorage):
     """Optuna storage on Postgres; RDBStorage, the dashboard and the `optuna` CLI can use the same tables.
 
-    Every write is one statement in one round trip, and is durable when the call returns. A finished trial is read once
-    per process, and again if it was reopened. Of an unfinished trial, only the changes since the last read are read.
-    While the database is unavailable, calls wait.
+    Every write is one statement in one round trip, and is durable when the call returns. Lists of trials read a
+    finished trial once per process, and again if it was reopened. Of an unfinished trial, only the changes since the
+    last read are read. While the database is unavailable, calls wait.
 
     Safe to share between threads.
 
@@ -348,7 +348,7 @@ class PostgresStorage(BaseStorage):
     def read_trial(self, trial_id: int) -> FrozenTrial:
         """Read a trial from the database, without the cache; raises KeyError if the trial does not exist.
 
-        The cache has finished trials with the attributes of the first read.
+        Use it for attributes that were written after the trial had finished.
         """
         if (found := read_trial(self._database, trial_id)) is None:
             raise KeyError(f"there is no trial with id {trial_id}")

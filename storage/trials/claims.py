@@ -145,9 +145,9 @@ class Claims:
             if row.running == 0:
                 return self._prune_cut(connection, trial_id, spending)
             trial_id = None  # the running trials may not use the whole rest of the budget
-        over = not may_open and row.running == 0
+        is_over = not may_open and row.running == 0
         if trial_id is None and self._rungs is not None and self._rungs.decide is not None:
-            trial_id, rung = self._find_member(connection, self._rungs, is_ended=over) or (None, None)
+            trial_id, rung = self._find_member(connection, self._rungs, is_ended=is_over) or (None, None)
         elif trial_id is None and self._rungs is not None:
             if open_new and room:
                 steps = {
@@ -159,7 +159,7 @@ class Claims:
                 may_open = step.can_start
                 trial_id, rung = step.waiting or (None, None)
             if trial_id is None and (
-                retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=over, why=why)
+                retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=is_over, why=why)
             ):
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpsearch.objectives.training.data.dataset import Batch, Dataset, Stream
 from hpsearch.objectives.training.data.loader import Augment, load_batches
 from hpsearch.objectives.training.data.samplers import EpochOrder
-from hpsearch.objectives.training.data.tree import Tree, index_rows, to_device
+from hpsearch.objectives.training.data.tree import Tree, index_rows, tensors, to_device
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
@@ -37,7 +37,8 @@ class LazyBatch(NamedTuple):
 
 
 MicroBatches = tuple[LazyBatch, ...]
-_STEPS_READ_AT_ONCE = 16  # reading the samples of one small batch takes longer than copying them
+# Reading the samples of one small batch takes longer than copying them, so several batches are read at once.
+_STEPS_READ_AT_ONCE, _BYTES_READ_AT_ONCE = 16, 2**24
 
 
 class BatchSource:
@@ -79,9 +80,8 @@ class BatchSource:
             )
 
     def iterate_batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        """Iterate over the batches of a source with one micro-batch per step, as `iterate_steps` does."""
-        for (batch,) in self.iterate_steps(epoch, first):
-            yield batch.load()
+        """Iterate over the batches of a source in memory with one micro-batch per step, as `iterate_steps` does."""
+        raise NotImplementedError
 
     def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int, *, first: int = 0) -> Iterator[Batch]:
         workers, device = self._config.num_workers or 0, self._device
@@ -110,7 +110,9 @@ class _MemoryBatchSource(BatchSource):
 
     def iterate_batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         steps = islice(self._order.iterate_steps(epoch, self._device), first, None)
-        while found := [rows for (rows,) in islice(steps, _STEPS_READ_AT_ONCE)]:
+        per_sample = sum(part[:1].nbytes for _, part in tensors((self._train.x, self._train.y))) or 1
+        n_steps = max(1, min(_STEPS_READ_AT_ONCE, _BYTES_READ_AT_ONCE // (per_sample * self._config.batch_size)))
+        while found := [rows for (rows,) in islice(steps, n_steps)]:
             samples = self._train.batch(torch.cat(found))
             for rows, end in zip(found, accumulate(map(len, found)), strict=True):
                 yield self._get(samples, slice(end - len(rows), end), len(rows))

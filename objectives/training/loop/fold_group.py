@@ -45,7 +45,7 @@ class StackedOptimizer:
         self._is_bound = False  # whether the states of the folds' own optimizers are views of the stacked ones
         self._counts: list[tuple[Tensor, list[Tensor]]] = []  # the step counts, and those of the own optimizers
 
-    def clip(self, gradients: list[Tensor]) -> Tensor:
+    def set_gradients(self, gradients: list[Tensor]) -> Tensor:
         """Keep the gradients [folds, ...] for `step`, clipped as configured; return their norms [folds] before that."""
         torch._foreach_copy_(self._gradients, gradients)
         each = torch.stack([torch.linalg.vector_norm(flat, dim=1) for flat in self._flat_gradients])
@@ -60,7 +60,7 @@ class StackedOptimizer:
         return norms
 
     def step(self) -> None:
-        """Update all folds by the gradients that `clip` keeps."""
+        """Update all folds by the gradients of `set_gradients`."""
         rates = [[group["lr"] for group in run.optimizer.param_groups] for run in self._runs]
         steps = {run.step for run in self._runs}
         if any(own != rates[0] for own in rates) or len(steps) > 1 or 0 in steps:
@@ -79,6 +79,7 @@ class StackedOptimizer:
             for parameter, gradient in zip(own, self._gradients, strict=True):
                 parameter.grad = gradient[index]
             run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=True)
 
     def release(self) -> None:
         """Write the step counts to the folds' own optimizers, before these are used or saved."""
@@ -156,7 +157,7 @@ class FoldGroup:
         points = [own.begin_step(run, epoch) for run, own in zip(self._runs, sums, strict=True)]
         with torch.no_grad():
             gradients, losses, outputs = self._folds.compute(*self._folds.stack(batches))
-            norms = self._optimizer.clip(gradients)
+            norms = self._optimizer.set_gradients(gradients)
             own_losses, own_norms = losses.unbind(), norms.unbind()
             for run, point, loss, norm in zip(self._runs, points, own_losses, own_norms, strict=True):
                 run.finite_guard.check(point, loss, norm, scaled=False)
@@ -175,3 +176,4 @@ class FoldGroup:
             if batch is not None:
                 set_training_mode(run.model)
                 own.step(run, [LazyBatch(batch.size, partial(Batch, *batch))], epoch)
+                run.optimizer.zero_grad(set_to_none=True)

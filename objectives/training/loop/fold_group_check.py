@@ -25,7 +25,7 @@ from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.loop.epoch import set_training_mode
 from hpsearch.objectives.training.loop.fold_group import FoldGroup
 from hpsearch.objectives.training.loop.run import Run
-from hpsearch.objectives.training.loop.stacked_folds import Gradients, LossModule, StackedFolds, get_shapes
+from hpsearch.objectives.training.loop.stacked_folds import LossModule, StackedFolds, StepOutputs, get_shapes
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 # Optimizers of PyTorch that update each value of a parameter independently of its other values.
@@ -57,7 +57,7 @@ def build_fold_group(
     """
     try:
         _check_settings(objective, config, runs[0])
-        batches = [next(run.batch_source.iterate_batches(0)) for run in runs]
+        batches = [next(iter(run.batch_source.iterate_steps(0)))[0].load() for run in runs]
         if any(get_shapes(batch) != get_shapes(batches[0]) for batch in batches):
             raise _ObstacleError("the first batches have different shapes")
         _check_structure(runs)
@@ -205,7 +205,7 @@ def _check_equality(runs: Sequence[Run], batches: Sequence[Batch], folds: Stacke
         set_training_mode(run.model)
 
 
-def _split(found: Gradients) -> list[tuple[Tensor, ...]]:
+def _split(found: StepOutputs) -> list[tuple[Tensor, ...]]:
     """Return loss, outputs, and all gradients as one tensor for each fold."""
     gradients = torch.cat([each.reshape(len(each), -1) for each in found.gradients], dim=1)
     return list(zip(found.losses, *(tensor for _, tensor in tensors(found.outputs)), gradients, strict=True))

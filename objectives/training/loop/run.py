@@ -223,8 +223,9 @@ class Run:
             rates = [group["lr"] / group["initial_lr"] for group in self.optimizer.param_groups]
             for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({key: value for key, value in fresh.items() if key not in _PROGRESS})
-            finished = len(state["history"])
-            self.schedule.continue_at(finished * self.batch_source.steps, state["schedule"], rates)
+            within = state["within"]["sums"]["steps"] if state.get("within") else 0
+            steps = len(state["history"]) * self.batch_source.steps + within
+            self.schedule.continue_at(steps, state["schedule"], rates)
         else:
             self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])

@@ -25,8 +25,8 @@ from hpsearch.objectives.training.loop.run import Run
 Tensors = dict[str, Tensor]
 
 
-class Gradients(NamedTuple):
-    """Gradients [folds, ...] of the trained tensors, mean losses [folds] and outputs [folds, size, ...]."""
+class StepOutputs(NamedTuple):
+    """StepOutputs [folds, ...] of the trained tensors, mean losses [folds] and outputs [folds, size, ...]."""
 
     gradients: list[Tensor]
     losses: Tensor
@@ -80,15 +80,16 @@ class StackedFolds:
         inputs = self.trained, self.constants, *self.stack(batches)
         recorded = make_fx(self._compute)(*inputs)
         self.is_complete = all(node.op != "get_attr" for node in recorded.graph.nodes)
-        self._outputs = _simplify(recorded, inputs).outputs
-        self._recorded = _compile(recorded)
+        if self.is_complete:  # otherwise `compute` is not available
+            self._outputs = _simplify(recorded, inputs).outputs
+            self._recorded = _compile(recorded)
 
-    def compute(self, x: Tree, y: Tree) -> Gradients:
+    def compute(self, x: Tree, y: Tree) -> StepOutputs:
         """Return the gradients for the inputs and targets [folds, size, ...] of a batch of each fold."""
         found, count = self._recorded(*(leaf for _, leaf in leaves((x, y)))), len(self.trained)
-        return Gradients(found[:count], found[count], unflatten_like(self._outputs, iter(found[count + 1 :])))
+        return StepOutputs(found[:count], found[count], unflatten_like(self._outputs, iter(found[count + 1 :])))
 
-    def compute_unrecorded(self, x: Tree, y: Tree) -> Gradients:
+    def compute_unrecorded(self, x: Tree, y: Tree) -> StepOutputs:
         """Return the result of `compute` without the recorded graph."""
         return self._compute(self.trained, self.constants, x, y)
 
@@ -104,7 +105,7 @@ class StackedFolds:
                 own[name].data = stacked[index]
 
 
-def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Tensors, Tree, Tree], Gradients]:
+def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Tensors, Tree, Tree], StepOutputs]:
     """Return a function from the tensors `trained` and `constants` and batches of all folds to their gradients."""
 
     def compute_each(tensors: Tensors, x: Tree, y: Tree) -> tuple[Tensor, Any]:
@@ -117,9 +118,9 @@ def _vectorize_gradient(module: LossModule, size: int) -> Callable[[Tensors, Ten
             losses = _compute_cross_entropy(module.loss, outputs, y)
         return losses.sum(), (losses, outputs)
 
-    def compute_gradients(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> Gradients:
+    def compute_gradients(trained: Tensors, constants: Tensors, x: Tree, y: Tree) -> StepOutputs:
         gradients, (losses, outputs) = grad(compute_sum, has_aux=True)(trained, constants, x, y)
-        return Gradients([gradients[name] for name in trained], losses, outputs)
+        return StepOutputs([gradients[name] for name in trained], losses, outputs)
 
     return compute_gradients
 
@@ -169,7 +170,7 @@ def _stack(trees: Sequence[Tree]) -> Tree:
     return unflatten_like(trees[0], (torch.stack(column) for column in columns))
 
 
-def _simplify(recorded: GraphModule, inputs: tuple[Tensors, Tensors, Tree, Tree]) -> Gradients:
+def _simplify(recorded: GraphModule, inputs: tuple[Tensors, Tensors, Tree, Tree]) -> StepOutputs:
     """Remove operations that return their input unchanged, repeated operations, and those with always equal results.
 
     The first two inputs become part of the graph. The values of the first ones, which are trained, change in each step,
@@ -181,7 +182,7 @@ def _simplify(recorded: GraphModule, inputs: tuple[Tensors, Tensors, Tree, Tree]
     aten, graph = torch.ops.aten, recorded.graph
     reshapes = {getattr(aten, name).default for name in ("detach", "expand", "permute", "view", "_unsafe_view")}
     interpreter = Interpreter(recorded, garbage_collect_values=False)
-    result, values = cast("Gradients", interpreter.run(*inputs)), interpreter.env
+    result, values = cast("StepOutputs", interpreter.run(*inputs)), interpreter.env
     fixed = graph.find_nodes(op="placeholder")[: len(inputs[0]) + len(inputs[1])]
     changing = {*fixed[: len(inputs[0])]}
     seen: dict[tuple[Any, str, str], Node] = {}

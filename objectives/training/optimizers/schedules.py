@@ -55,7 +55,7 @@ class Schedule:
         """Continue the schedule of another configuration, with the initial learning rates of this one.
 
         Args:
-            step: optimizer steps of the finished epochs, with this configuration's steps per epoch.
+            step: number of optimizer steps so far, with this configuration's steps per finished epoch.
             state: result of `state_dict` with the other configuration.
             rates: the current learning rates of the other configuration, relative to their initial ones, by group.
         """

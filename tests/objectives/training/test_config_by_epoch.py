@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.training.checks.in_flight import InFlightCheck
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-from hpsearch.objectives.training.session import Curve
+from hpsearch.objectives.training.session import Curve, MidEpochAction
 from tests.objectives.training.support import Wine, exact
 
 BASE = TrainConfig(lr=0.05, optimizer="sgd", batch_size=32, ema_decay=0.9)
@@ -45,31 +47,40 @@ def test_a_run_that_is_stopped_after_every_epoch_changes_no_bit(schedule: str, t
     assert constant.history[2].metrics["val_loss"] != whole.history[2].metrics["val_loss"]
 
 
-class WithoutCheckpoint(LocalSession):
-    """The session of a trial that has reported epochs and lost its checkpoints."""
+class LostCheckpoints(LocalSession):
+    """The session of a trial that has reported epochs and lost their checkpoints; it stops after each `n` steps."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, n: int) -> None:
         super().__init__(folder)
         self.curve = Curve("accuracy", maximize=True, known=dict.fromkeys(range(3), 0.5))
+        self._steps = itertools.count(1)
+        self._n = n
 
-    def restore(self) -> None:
-        return None
+    def mid_epoch_action(self, left: Callable[[], float]) -> MidEpochAction:
+        return MidEpochAction.SAVE_AND_STOP if next(self._steps) == self._n else MidEpochAction.NONE
 
 
 @pytest.mark.parametrize("second", [LATER, BASE], ids=["other configuration", "other seed"])
 def test_a_run_that_continues_the_checkpoint_of_another_one_can_be_repeated(
     second: TrainConfig, tmp_path: Path
 ) -> None:
-    Trainer(Wine(), BASE, epochs=4, seed=1, split_seed=5, session=StopAfter(tmp_path, 1)).fit()
-    schedule: dict[str, Any] = {"config_by_epoch": {0: BASE, 2: second}, "seed_by_epoch": {0: 1, 2: 7}}
+    first, second = (dataclasses.replace(config, schedule="cosine") for config in (BASE, second))
+    Trainer(Wine(), first, epochs=4, seed=1, split_seed=5, session=StopAfter(tmp_path, 1)).fit()
+    schedule: dict[str, Any] = {"config_by_epoch": {0: first, 2: second}, "seed_by_epoch": {0: 1, 2: 7}}
     options: dict[str, Any] = {"epochs": 4, "seed": 7, "split_seed": 5}
-    copied = Trainer(Wine(), BASE, **options, session=LocalSession(tmp_path), **schedule).fit()
+    copied = Trainer(Wine(), first, **options, session=LocalSession(tmp_path), **schedule).fit()
     assert len(copied.history) == 4
-    again = Trainer(Wine(), BASE, **options, **schedule).fit()
+    again = Trainer(Wine(), first, **options, **schedule).fit()
     assert exact(again.history) == exact(copied.history)
-    lost = Trainer(Wine(), BASE, **options, session=WithoutCheckpoint(tmp_path / "lost"), **schedule).fit()
-    assert exact(lost.history) == exact(copied.history)
-    own = Trainer(Wine(), BASE, **options, config_by_epoch=schedule["config_by_epoch"]).fit()
+    for n in (1000, 5):  # a run that is not stopped, and one that is also stopped within epochs
+        folder = tmp_path / f"lost-{n}"
+        for _ in range(9):
+            lost = Trainer(Wine(), first, **options, session=LostCheckpoints(folder, n), **schedule).fit()
+            if lost.status == "completed":
+                break
+        assert [each.metrics["val_loss"] for each in lost.history] == [e.metrics["val_loss"] for e in copied.history]
+        assert [each.metrics["lr"] for each in lost.history] == [each.metrics["lr"] for each in copied.history]
+    own = Trainer(Wine(), first, **options, config_by_epoch=schedule["config_by_epoch"]).fit()
     assert exact(own.history)[0] != exact(copied.history)[0]
 
 

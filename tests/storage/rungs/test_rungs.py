@@ -132,7 +132,7 @@ def test_a_trial_without_any_chance_of_promotion_is_pruned_as_soon_as_min_comple
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     assert retired.number == 2
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, only 2 of 4 trials are promoted"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, 2 of 4 trials are promoted"
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
     assert trial.user_attrs[PRUNING] == {
@@ -206,7 +206,7 @@ def test_min_complete_trials_complete_if_too_few_trials_arrive(
     ended = [claims.claim() for _ in range(4)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, PrunedTrial, NoTrialAvailable]
     assert isinstance(ended[0], PrunedTrial)
-    assert "only ranks 1 to 3 are promoted" in ended[0].reason
+    assert "ranks 1 to 3 are promoted" in ended[0].reason
 
 
 def test_the_rest_of_a_budget_in_epochs_completes_min_complete_trials(
@@ -287,7 +287,7 @@ def test_no_promotion_after_the_time_budget_is_spent(asha: Asha, storage: BaseSt
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [type(each) for each in ended] == [PrunedTrial, PrunedTrial, NoTrialAvailable]
     reasons = [each.reason for each in ended if isinstance(each, PrunedTrial)]
-    assert reasons[0].endswith("rank 2 of 2 at rung 0, only rank 1 is promoted")
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, rank 1 is promoted")
     assert reasons[1].endswith("rank 1 of 2 at rung 0, timeout reached")
 
 
