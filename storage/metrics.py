@@ -63,7 +63,7 @@ _TRIALS = f"""
 # Reports are numbered from 0 without gaps. The largest number of a trial takes one search of the index, and not a
 # count of the trial's rows.
 _EPOCHS = """
-    SELECT s.study_name, coalesce(sum(v.step + 1), 0)
+    SELECT s.study_name, coalesce(sum(CAST(v.step AS bigint) + 1), 0)
       FROM studies s LEFT JOIN trials t USING (study_id)
       LEFT JOIN LATERAL (
            SELECT step FROM trial_intermediate_values i WHERE i.trial_id = t.trial_id

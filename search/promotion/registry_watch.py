@@ -43,6 +43,7 @@ from hpsearch.storage.records.promotions import (
     is_recorded,
     read_current_promotions,
     record_promotion,
+    select_tagged,
 )
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
@@ -101,8 +102,12 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
     changed = set()
     for key in differing:
         version, old = versions.get(key), recorded.get(key)
-        trial = trials.get(version.run_id or "") if version is not None else None
+        found = [] if version is None else select_tagged(trials.get(version.run_id or "", []), version.tags)
+        trial = found[0] if found else None
         check_lock_held(connection)
+        if len(found) > 1:
+            log.warning("promotion %s@%s not recorded: several trials name its run as theirs", *key)
+            continue
         if version is not None and trial is not None:
             try:
                 _record(connection, storage, tracking, trial, version, key[1])

@@ -47,7 +47,7 @@ from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
 from hpsearch.storage.mlflow.registry import Registry, Version
-from hpsearch.storage.records.promotions import find_trials_of_runs
+from hpsearch.storage.records.promotions import find_trials_of_runs, select_tagged
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 log = logging.getLogger(__name__)
@@ -116,10 +116,14 @@ def serve_check(
     version = find_version(Registry(tracking.client), reference)
     run = version.run_id or ""
     with storage.engine.connect() as connection:
-        found = find_trials_of_runs(connection, [run]).get(run)
-    if found is None:
+        # The promotion has written the tags. Any worker can write trials that name the same run.
+        found = select_tagged(find_trials_of_runs(connection, [run]).get(run, []), version.tags)
+    if not found:
         raise SearchError(f"{reference}: the trial is not in the database; give the --storage-url of its study")
-    study, number = load_study(storage, found.study_name), found.number
+    if len(found) > 1:
+        names = ", ".join(repr(each.study_name) for each in found)
+        raise SearchError(f"{reference}: several trials name its run as theirs, of {names}; delete the wrong study")
+    study, number = load_study(storage, found[0].study_name), found[0].number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value for the comparison")

@@ -95,7 +95,8 @@ def find_garbage(
     for search in searches:
         try:
             found += search()
-        except (SearchError, StorageError, OSError) as error:
+        # ValueError, TypeError: any worker can write rows that Optuna's classes do not accept.
+        except (SearchError, StorageError, OSError, ValueError, TypeError) as error:
             problems.append(f"{study.spec.name}: {error}")
     return found, problems
 

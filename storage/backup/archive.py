@@ -270,6 +270,8 @@ class ArchiveReader:
             raise ValueError(f"it contains the unexpected entry {member.name!r}")
 
     def _content(self, member: tarfile.TarInfo) -> BinaryIO:
+        if member.issparse():  # a small archive could fill the disk
+            raise ValueError(f"the entry {member.name!r} is sparse")
         if (content := self._tar.extractfile(member)) is None:
             raise ValueError(f"the entry {member.name!r} is not a regular file")
         return content  # type: ignore[return-value]  # IO[bytes]

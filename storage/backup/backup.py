@@ -335,7 +335,7 @@ def _link_checkpoints(studies: Any, locations: Locations) -> Iterator[list[tuple
                 link = folder / str(len(found))
                 try:
                     link_or_copy(each, link)
-                except (FileNotFoundError, IsADirectoryError):
+                except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                     continue  # deleted after the query, or stored at another checkpoint URL
                 found.append((each.relative_to(locations.checkpoints).as_posix(), link))
         yield found

@@ -250,12 +250,13 @@ def get_checkpoint_path(path: str) -> str:
 
 
 # STUDY/0007/0004-1.pt (or 0004.120-1.pt), and its shards and metadata.
+_LONGEST_NAME = 255  # bytes of a file name on most systems
 _CHECKPOINT_PATH = re.compile(r"[A-Za-z0-9][\w.-]*/\d{4,}/[\d.]+-\d+\.pt(\.metadata|\.\d+_\d+\.distcp)?", re.ASCII)
 
 
 def is_checkpoint_path(path: str) -> bool:
     """Return whether a path below the URL of a store is one that a worker gives to a checkpoint file."""
-    return _CHECKPOINT_PATH.fullmatch(path) is not None
+    return len(path) <= _LONGEST_NAME and _CHECKPOINT_PATH.fullmatch(path) is not None
 
 
 def is_below(url: str, root: str) -> bool:

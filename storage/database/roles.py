@@ -91,7 +91,7 @@ def create_databases(
             for database, owner in ((STUDY_DATABASE, OWNER), (MLFLOW_DATABASE, MLFLOW)):
                 _create_database(admin, database, owner)
                 _reset_settings(admin, database, passwords)
-                _grant_schema(admin, admin_url, database, owner, setting)
+                _grant_schema(admin_url, database, owner, setting)
                 _restrict_connect(urls[owner], database, setting)
     except psycopg2.Error as error:
         raise StorageError(
@@ -168,18 +168,20 @@ def _reset_settings(admin: Any, database: str, roles: Iterable[str]) -> None:
         admin.execute(statement.format(sql.Identifier(role), sql.Identifier(database)))
 
 
-def _grant_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
-    """Give the owner role all privileges on the schema `public`, where every user may create tables before Postgres 15.
+def _grant_schema(admin_url: str, database: str, owner: str, setting: str) -> None:
+    """Give the owner role all privileges on the schema `public`, and withdraw the privilege to create from other users.
 
-    Other users lose the privilege to create tables there.
+    Every user has this privilege before Postgres 15, and in newer servers that were upgraded from these versions. Users
+    with this privilege could replace operators that functions of the owner call.
     """
     from psycopg2 import sql
     from sqlalchemy.engine import make_url
 
-    if admin.connection.server_version >= 150_000:
-        return
     url = make_url(admin_url).set(database=database).render_as_string(hide_password=False)
     with open_cursor(url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
+        cursor.execute("SELECT has_schema_privilege('public', 'public', 'CREATE')")
+        if not cursor.fetchone()[0]:
+            return
         cursor.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
         cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
 

@@ -6,6 +6,7 @@ A row without an end time is the last known target of an alias. The model regist
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import MODEL_SHA256, RUN_ID
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.mlflow.tag_names import STUDY, TRIAL
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,17 @@ class TrialOfRun:
     number: int
 
 
-_COLUMNS = """
-    study_id, trial_number, model_name, version, alias, promoted_at, promoted_by, evidence, ended_at
+# Any worker can write rows. Without these conditions, a damaged row of one study would stop commands of all studies.
+_SELECT_VALID = """
+    SELECT study_id, trial_number, model_name, version, alias, promoted_at, promoted_by, evidence, ended_at
+      FROM hpsearch_promotions
+     WHERE jsonb_typeof(evidence) = 'object' AND promoted_at BETWEEN '1970-01-01' AND '9998-12-31'
+       AND coalesce(ended_at, promoted_at) BETWEEN '1970-01-01' AND '9998-12-31'
 """
 
-_CURRENT = sa.text(f"SELECT {_COLUMNS} FROM hpsearch_promotions WHERE ended_at IS NULL")  # noqa: S608 the parts are constants
+_CURRENT = sa.text(f"{_SELECT_VALID} AND ended_at IS NULL")
 
-_OF_STUDY = sa.text(f"""
-    SELECT {_COLUMNS} FROM hpsearch_promotions WHERE study_id = :study ORDER BY promoted_at, promotion_id
-""")  # noqa: S608 the parts are constants
+_OF_STUDY = sa.text(f"{_SELECT_VALID} AND study_id = :study ORDER BY promoted_at, promotion_id")
 
 _END = sa.text("""
     UPDATE hpsearch_promotions SET ended_at = now()
@@ -99,14 +103,13 @@ _TRIALS = sa.text("""
 """)
 
 # The earliest promotion has the verified digest. The trial's attribute is written again when a worker sends a model.
+_VERIFIED_SHA256 = sa.text("""
+    SELECT evidence ->> 'model_sha256' FROM hpsearch_promotions
+     WHERE evidence ->> 'model_id' = :model AND evidence ->> 'model_sha256' IS NOT NULL ORDER BY promotion_id LIMIT 1
+""")
 _MODEL_SHA256 = sa.text("""
-    (SELECT evidence ->> 'model_sha256' AS sha256 FROM hpsearch_promotions
-      WHERE evidence ->> 'model_id' = :model AND evidence ->> 'model_sha256' IS NOT NULL
-      ORDER BY promotion_id LIMIT 1)
-    UNION ALL
-    (SELECT value_json::jsonb ->> :model FROM trial_user_attributes
-      WHERE CASE WHEN key = :key THEN value_json::jsonb ->> :model IS NOT NULL END ORDER BY trial_id LIMIT 1)
-    LIMIT 1
+    SELECT value_json FROM trial_user_attributes
+     WHERE key = :key AND strpos(value_json, :model) > 0 ORDER BY trial_id
 """)
 
 _NO_VERSION = 0  # versions are numbered from 1
@@ -165,12 +168,30 @@ def is_recorded(connection: sa.Connection, model: str, version: int) -> bool:
     return bool(connection.execute(_WAS_RECORDED, {"model": model, "version": version}).scalar())
 
 
-def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
-    """Return the trial of each MLflow run, by run id; runs that belong to no trial are omitted."""
+def find_trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, list[TrialOfRun]]:
+    """Return the trials that name each MLflow run as theirs, by run id; more than one, if a worker wrote a false id."""
     rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
-    return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}
+    found: dict[str, list[TrialOfRun]] = {}
+    for row in rows:
+        found.setdefault(row.run_id, []).append(TrialOfRun(row.study_id, row.study_name, row.number))
+    return found
+
+
+def select_tagged(trials: list[TrialOfRun], tags: Mapping[str, str]) -> list[TrialOfRun]:
+    """Return the trials that the tags of a model version name; all trials if the version has no such tags."""
+    if STUDY not in tags:
+        return trials
+    return [each for each in trials if (each.study_name, str(each.number)) == (tags[STUDY], tags.get(TRIAL))]
 
 
 def read_model_sha256(connection: sa.Connection, model_id: str) -> str | None:
     """Return the recorded digest of a logged model's files, see `compute_folder_sha256`; None if none is recorded."""
-    return connection.execute(_MODEL_SHA256, {"model": model_id, "key": MODEL_SHA256}).scalar()
+    arguments = {"model": model_id, "key": MODEL_SHA256}
+    if (verified := connection.execute(_VERIFIED_SHA256, arguments).scalar()) is not None:
+        return str(verified)
+    for text in connection.execute(_MODEL_SHA256, arguments).scalars():
+        with contextlib.suppress(ValueError):  # any worker can write attributes of other studies
+            stored = json.loads(text)
+            if isinstance(stored, dict) and stored.get(model_id) is not None:
+                return str(stored[model_id])
+    return None

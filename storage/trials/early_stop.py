@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import EARLY_TERMINATION, EXPECTED_GAIN
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.studies import set_attrs_in
 from hpsearch.storage.trials.claim_sql import LOCK_STUDY, SELECT_CANDIDATES
 
@@ -39,9 +40,16 @@ class EarlyStop:
 
     @classmethod
     def from_attrs(cls, attrs: Mapping[str, Any]) -> EarlyStop | None:
-        """Return the early termination that is stored in a study's user attributes; None if none is stored."""
+        """Return the early termination that is stored in a study's user attributes; None if none is stored.
+
+        Raises:
+            StorageError: the stored attribute is damaged.
+        """
         stored = attrs.get(EARLY_TERMINATION)
-        return None if stored is None else cls(**stored)
+        try:
+            return None if stored is None else cls(**stored)
+        except TypeError:
+            raise StorageError(f"the attribute {EARLY_TERMINATION!r} is damaged; restore a backup") from None
 
 
 _CANCEL_EARLY_STOP = sa.text("""

@@ -234,7 +234,7 @@ _BEST = f"""
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
 _LEADING = """
-    SELECT t.number, i.step + 1 AS epoch, i.intermediate_value AS value
+    SELECT t.number, CAST(i.step AS bigint) + 1 AS epoch, i.intermediate_value AS value
       FROM trials t JOIN trial_intermediate_values i USING (trial_id)
      WHERE t.study_id = :study AND t.state IN ('RUNNING', 'WAITING') AND i.intermediate_value_type = 'FINITE'
      ORDER BY i.intermediate_value {order}, t.number LIMIT 1

@@ -55,7 +55,7 @@ def _fill(storage: BaseStorage, engine: sa.Engine) -> None:
         study.add_trial(create_trial(value=value, system_attrs={"constraints:m": violation}, **x))
     attrs = {INFEASIBLE: "diverged", TRACKING: "pending"}
     study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=attrs, **x))
-    study.add_trial(create_trial(state=TrialState.PRUNED, intermediate_values={0: 1.0, 1: 2.0}, **x))
+    study.add_trial(create_trial(state=TrialState.PRUNED, intermediate_values={0: 1.0, 2**31 - 1: 2.0}, **x))
     for name in ("running", "idle", "silent", "left"):
         identity = WorkerIdentity(name, "host", 1, None, None, "cpu", "1")
         registration = WorkerRegistration(engine, study._study_id, identity)
@@ -110,7 +110,7 @@ def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
         ("hpsearch_trials", "pruned"): 1,
         ("hpsearch_trials", "infeasible"): 1,
         ("hpsearch_trials", "running"): 1,
-        ("hpsearch_epochs_total",): 2,
+        ("hpsearch_epochs_total",): 2**31,
         ("hpsearch_attempts_total", "lost"): 2,
         ("hpsearch_attempts_total", "lost_at_start"): 1,
         ("hpsearch_attempts_total", "out_of_memory"): 1,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from sklearn.datasets import load_wine
@@ -18,8 +19,10 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion import predict_isolated
 from hpsearch.search.promotion.serve_check import _compare_outputs, _score_predictions, find_version, serve_check
 from hpsearch.search.spec.spec import parse_spec
-from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.attributes import RUN_ID, SPEC
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.registry import Registry
+from hpsearch.storage.records.promotions import find_trials_of_runs, select_tagged
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked
 
@@ -69,6 +72,21 @@ def test_a_served_model_is_evaluated_with_all_metrics_of_the_study(tracked: Trac
     owner = open_storage(owner_url, application_name="test owner")
     owner.set_study_user_attr(tracked.stored.study_id, SPEC, spec.model_dump())
     with pytest.raises(ObjectiveError, match="metric 'sparsity' is not reported with metric 'accuracy'"):
+        serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}", allow_code=True)
+
+
+def test_a_trial_of_another_study_cannot_take_the_place_of_the_promoted_one(tracked: Tracked) -> None:
+    """A holder of a worker's role can write a study with any objective, and a trial with any MLflow run."""
+    run = tracked.run_of(0)
+    version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), run, tags={})
+    other = optuna.create_study(study_name=f"{tracked.name}-other", storage=tracked.storage)
+    other.add_trial(optuna.trial.create_trial(value=0.5, user_attrs={RUN_ID: run}))
+    with tracked.storage.engine.connect() as connection:
+        found = find_trials_of_runs(connection, [run])[run]
+    assert {each.study_name for each in found} == {tracked.name, other.study_name}
+    tags = {tag_names.STUDY: tracked.name, tag_names.TRIAL: "0"}
+    assert [each.study_name for each in select_tagged(found, tags)] == [tracked.name]
+    with pytest.raises(SearchError, match=r"several trials name its run as theirs, of .*; delete the wrong study"):
         serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}", allow_code=True)
 
 

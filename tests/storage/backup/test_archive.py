@@ -144,6 +144,14 @@ def test_links_and_devices_in_an_archive_are_rejected(tmp_path: Path, kind: byte
         unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
 
 
+def test_a_sparse_file_that_would_fill_the_disk_is_rejected(tmp_path: Path) -> None:
+    def change(member: tarfile.TarInfo) -> None:
+        member.name, member.pax_headers = f"{ARTIFACTS}x", {"GNU.sparse.map": "0,4", "GNU.sparse.size": str(10**15)}
+
+    with pytest.raises(StorageError, match=r"the entry 'artifacts/x' is sparse"):
+        unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
+
+
 def test_a_newer_format_names_the_required_version(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch_version="9.1"))
     with pytest.raises(StorageError, match=r"has backup format 2, .* install hpsearch 9\.1 or newer"):

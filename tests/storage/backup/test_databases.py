@@ -249,6 +249,8 @@ def test_a_worker_cannot_prevent_a_backup(owner_url: str, database_url: str, fil
     Path(home, "checkpoints", "wine-1", "0000", "0000-1.pt").mkdir(parents=True)
     execute(database_url, "SELECT lo_from_bytea(0, 'x')")
     execute(database_url, "INSERT INTO hpsearch_checkpoints SELECT trial_id, 7, 1, '.', '', 0 FROM trials LIMIT 1")
+    path = f"{'a' * 300}/0000/0000-1.pt"
+    execute(database_url, "INSERT INTO hpsearch_checkpoints SELECT trial_id, 8, 1, %s, '', 0 FROM trials LIMIT 1", path)
     assert make(file, owner_url, home).manifest.studies == 1
 
 

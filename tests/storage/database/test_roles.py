@@ -98,6 +98,18 @@ def test_creating_roles_again_changes_passwords(server: EmbeddedPostgres) -> Non
         connect(old.worker_url, application_name="test")
 
 
+def test_a_worker_may_not_create_functions_in_a_server_that_was_upgraded_from_postgres_14(
+    server: EmbeddedPostgres,
+) -> None:
+    admin = _admin(server)
+    template = f"{admin.removesuffix('postgres')}template1"
+    _execute(template, "GRANT CREATE ON SCHEMA public TO PUBLIC")
+    urls = create_databases(admin, **_PASSWORDS)
+    migrate(urls.owner_url)
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege, match="permission denied for schema public"):
+        _execute(urls.worker_url, "CREATE FUNCTION public.f() RETURNS int LANGUAGE sql AS 'SELECT 1'")
+
+
 def test_an_admin_without_superuser_can_create_roles(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
     boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.read_port() or 0, database="postgres")

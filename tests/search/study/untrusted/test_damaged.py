@@ -73,6 +73,24 @@ def test_a_study_with_invalid_settings_can_be_deleted(
     assert list_studies() == []
 
 
+@pytest.mark.parametrize(
+    ("evidence", "promoted_at"), [("[]", "2026-01-01"), ("null", "2026-01-01"), ("{}", "0044-03-15 BC")]
+)
+def test_a_damaged_promotion_is_left_out(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], evidence: str, promoted_at: str
+) -> None:
+    study = make_study(storage)
+    with storage.engine.begin() as connection:
+        statement = sa.text("""
+            INSERT INTO hpsearch_promotions
+                (study_id, trial_number, model_name, version, alias, promoted_by, promoted_at, evidence)
+            VALUES (:study, 0, 'm', 1, 'champion', 'x', CAST(:at AS timestamptz), CAST(:evidence AS jsonb))
+        """)
+        connection.execute(statement, {"study": study, "at": promoted_at, "evidence": evidence})
+    assert [row.name for row in list_studies()] == ["s"]
+    assert run_command(["show", "s"]) == 0
+
+
 def test_attributes_that_are_not_json_do_not_hide_pending_trials(storage: PostgresStorage) -> None:
     study = make_study(storage)
     attrs = {"a": float("nan"), TRACKING: "pending: on its way", "z": float("inf")}
