@@ -14,17 +14,14 @@ import argparse
 import json
 import math
 import statistics
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 
 from benchmarks.overstatement import Small, evaluate_model
-from benchmarks.small_data import DATA, EPOCHS, FOLDS, format_mean
+from benchmarks.small_data import DATA, EPOCHS, FOLDS, Scores, format_mean, prepare_study, run_studies
 from hpsearch import TrainConfig, Trainer
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
@@ -126,14 +123,10 @@ def search(trials: Trials, stages: list[tuple[int, int]]) -> tuple[int, float]:
     return best, values[last][best]
 
 
-def run_study(given: tuple[str, int]) -> dict[str, dict[str, float]]:
+def run_study(given: tuple[str, int]) -> Scores:
     """Run a study in all ways; return the best value of the search and the test score of its ensemble by way."""
-    name, number = given
-    torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    objective = DATA[name](number)
-    splits = objective.data(number)
-    unseen = objective.reserve() if objective.reserve_size else splits.test
+    number = given[1]
+    objective, splits, unseen = prepare_study(*given)
     trials, scores = Trials(objective, number), dict[int, float]()
     found = {}
     with make_reproducible(deterministic=True):
@@ -154,15 +147,12 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="file to write the scores to")
     parser.add_argument("--from", dest="read", type=Path, help="file of --raw to read instead of running studies")
     given = parser.parse_args()
-    raw: dict[str, list[dict[str, dict[str, float]]]] = json.loads(given.read.read_text()) if given.read else {}
+    if given.studies < 2:
+        parser.error(f"--studies must be at least 2 for standard errors, not {given.studies}")
+    raw: dict[str, list[Scores]] = json.loads(given.read.read_text()) if given.read else {}
     if not given.read:
         jobs = [(name, number) for number in range(given.studies) for name in DATA]
-        with ProcessPoolExecutor(given.workers) as pool:
-            for (name, _), found in zip(jobs, pool.map(run_study, jobs), strict=True):
-                raw.setdefault(name, []).append(found)
-                print(f"{name}: {len(raw[name])} of {given.studies}", file=sys.stderr, flush=True)
-                if given.raw:
-                    given.raw.write_text(json.dumps(raw))
+        raw = run_studies(run_study, jobs, n_processes=given.workers, file=given.raw)
     for name, studies in raw.items():
         print(f"{name} ({DATA[name].metric}), {len(studies)} studies")
         for way in WAYS:

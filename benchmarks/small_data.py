@@ -17,6 +17,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from benchmarks.overstatement import Mixture, Small, evaluate_model
 from hpsearch import Splits, TrainConfig, Trainer
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.data.split_rows import Rows
 from hpsearch.objectives.training.result import RunResult
@@ -42,6 +44,7 @@ WAYS: dict[str, tuple[int | None, int | None, int]] = {
     "five folds": (FOLDS, None, 8),
     "first fold, then five": (FOLDS, 0, 20),
 }
+Scores = dict[str, dict[str, float]]  # best value of the search, and test score of its model, by way
 POINT = 100  # a point is a hundredth of the metric
 
 
@@ -109,14 +112,19 @@ class Friedman(Small):
 DATA: dict[str, type[Small]] = {cls.name: cls for cls in (Wine, Diabetes, BreastCancer, SmallMixture, Friedman)}
 
 
-def run_study(given: tuple[str, int]) -> dict[str, dict[str, float]]:
-    """Run a study in all ways; return the best value of the search and the test score of its model by way."""
-    name, number = given
+def prepare_study(name: str, number: int) -> tuple[Small, Splits, Dataset]:
+    """Return the objective of a study, its splits, and the samples that measure the test score."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     objective = DATA[name](number)
     splits = objective.data(number)
-    unseen = objective.reserve() if objective.reserve_size else splits.test
+    return objective, splits, objective.reserve() if objective.reserve_size else splits.test
+
+
+def run_study(given: tuple[str, int]) -> Scores:
+    """Run a study in all ways; return the best value of the search and the test score of its model by way."""
+    number = given[1]
+    objective, splits, unseen = prepare_study(*given)
     found = {}
     for way, (folds, fold, trials) in WAYS.items():
         value, config, result = search(objective, number, folds, fold, trials)
@@ -159,6 +167,20 @@ def format_mean(values: list[float]) -> str:
     return f"{POINT * statistics.fmean(values):+.2f} ± {POINT * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
 
 
+def run_studies(
+    run: Callable[[tuple[str, int]], Scores], jobs: list[tuple[str, int]], *, n_processes: int | None, file: Path | None
+) -> dict[str, list[Scores]]:
+    """Run a study per job, print the progress, and write the results so far to a file; return them by data set."""
+    raw: dict[str, list[Scores]] = {}
+    with ProcessPoolExecutor(n_processes) as pool:
+        for done, ((name, _), found) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), 1):
+            raw.setdefault(name, []).append(found)
+            print(f"{done} of {len(jobs)} studies ({name})", file=sys.stderr, flush=True)
+            if file is not None:
+                file.write_text(json.dumps(raw))
+    return raw
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", choices=list(DATA), default=list(DATA))
@@ -166,16 +188,12 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="file to write the scores to")
     parser.add_argument("--from", dest="read", type=Path, help="file of --raw to read instead of running studies")
     given = parser.parse_args()
-    raw: dict[str, list[dict[str, dict[str, float]]]] = json.loads(given.read.read_text()) if given.read else {}
+    if given.studies < 2:
+        parser.error(f"--studies must be at least 2 for standard errors, not {given.studies}")
+    raw: dict[str, list[Scores]] = json.loads(given.read.read_text()) if given.read else {}
     if not given.read:
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            for name in given.data:
-                raw[name] = []
-                for found in pool.map(run_study, [(name, number) for number in range(given.studies)]):
-                    raw[name].append(found)
-                    print(f"{name}: {len(raw[name])} of {given.studies}", file=sys.stderr, flush=True)
-                    if given.raw:
-                        given.raw.write_text(json.dumps(raw))
+        jobs = [(name, number) for name in given.data for number in range(given.studies)]
+        raw = run_studies(run_study, jobs, n_processes=os.cpu_count(), file=given.raw)
     for name, studies in raw.items():
         print(f"{name} ({DATA[name].metric}), {len(studies)} studies")
         for way in WAYS:
