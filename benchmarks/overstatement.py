@@ -451,8 +451,8 @@ def main() -> None:
                 for done, found in enumerate(pool.map(run_study, [(name, number) for number in numbers]), 1):
                     raw[name].append(found)
                     print(f"{name}: {done} of {given.studies}", file=sys.stderr, flush=True)
-                if given.raw:
-                    given.raw.write_text(json.dumps(raw))
+                    if given.raw:
+                        given.raw.write_text(json.dumps(raw))
     each = {name: summarize(name, [[Finalist(**f) for f in found] for found in raw[name]]) for name in raw}
     if given.figure:
         draw(each, given.figure)

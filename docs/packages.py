@@ -107,14 +107,15 @@ def find_package(module: str) -> str | None:
     return max(packages, key=len, default=None)
 
 
-def iterate_imports(source: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the absolute name of each import of a source, nested statements included.
+@cache
+def list_imports(source: str, path: Path) -> tuple[tuple[int, str], ...]:
+    """Return the line and the absolute name of each import of a source, nested statements included.
 
     The name of ``from a import b`` is ``a.b``, which may be a module or an object in a module. The prefix ``hpsearch.``
     is removed. A public name of the root package becomes the name in its defining module.
     """
-    for line, name in _iterate_raw_imports(source, path):
-        yield line, _PUBLIC.get(name, name).removeprefix("hpsearch.")
+    found = _iterate_raw_imports(source, path)
+    return tuple((line, _PUBLIC.get(name, name).removeprefix("hpsearch.")) for line, name in found)
 
 
 def _iterate_raw_imports(source: str, path: Path) -> Iterator[tuple[int, str]]:
@@ -144,7 +145,7 @@ def find_module_imports() -> dict[str, set[str]]:
     known = list_modules()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        names = {name for _, name in iterate_imports(path.read_text(), path.relative_to(ROOT))}
+        names = {name for _, name in list_imports(path.read_text(), path.relative_to(ROOT))}
         found[module] = {target for name in names if (target := _find_module(name, known)) and target != module}
     return found
 

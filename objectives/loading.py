@@ -19,7 +19,7 @@ from typing import Any
 
 from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.custom_loop.loop_objective import wrap_function
+from hpsearch.objectives.custom_loop.loop_objective import format_not_executed, is_coroutine_or_generator, wrap_function
 from hpsearch.objectives.errors import (
     ObjectiveError,
     find_source_file,
@@ -305,6 +305,7 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
 
 def _check(objective: BaseObjective) -> None:
     owner = type(objective).__name__
+    _check_methods(objective)
     if objective.direction not in ("maximize", "minimize"):
         raise ObjectiveError(f"{owner}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
     constraints: Any = objective.constraints
@@ -323,3 +324,16 @@ def _check(objective: BaseObjective) -> None:
         value = getattr(objective, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ObjectiveError(f"{owner}.{field} must be an integer of at least 1, not {value!r}")
+
+
+def _check_methods(objective: BaseObjective) -> None:
+    """Reject methods that are coroutines or generators, because hpsearch would not execute them.
+
+    Raises:
+        ObjectiveError: a method that hpsearch calls is a coroutine or a generator.
+    """
+    cls = type(objective)
+    called = {name for base in cls.__mro__ if base.__module__.split(".")[0] == "hpsearch" for name in vars(base)}
+    for name in sorted(called - {"parameter_groups"}):  # hpsearch iterates over the groups
+        if is_coroutine_or_generator(vars(objective).get(name, getattr(cls, name, None))):
+            raise ObjectiveError(format_not_executed(f"{cls.__name__}.{name}"))

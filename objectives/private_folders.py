@@ -1,4 +1,4 @@
-"""Folders on this machine that only this user can write to: prepared data, and code that torch has compiled."""
+"""Folders on this machine that only this user can write to: prepared data, compiled code, temporary folders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.objectives.errors import ObjectiveError
 
 _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable; importing torch's compiler sets it
@@ -48,6 +49,35 @@ def open_private_folder(name: str) -> Path:
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)
     return folder
+
+
+def find_temporary_folder() -> Path:
+    """Return the folder for temporary folders that other users must not replace.
+
+    It is the temporary folder of the system, unless other users can rename entries of this folder, which the sticky bit
+    of /tmp prevents. They could replace even a private folder by one of their own. Then it is a private folder, see
+    `open_private_folder`.
+
+    Raises:
+        ObjectiveError: the private folder belongs to another user, or cannot be created.
+        OSError: there is no temporary folder.
+    """
+    made = tempfile.mkdtemp(prefix="hpsearch-")
+    try:
+        is_replaceable = find_changeable_part(Path(made).absolute(), as_folder=True) is not None
+    finally:
+        with suppress(OSError):
+            os.rmdir(made)  # noqa: PTH106 not its content, because it may be another folder by now
+    parent = Path(tempfile.gettempdir())
+    if not is_replaceable:
+        return parent
+    try:
+        return open_private_folder("tmp")
+    except OSError as error:
+        raise ObjectiveError(
+            f"other users can rename files in the temporary folder {str(parent)!r}, and {str(error.filename)!r} cannot "
+            f"be written ({error.strerror}); set TMPDIR to a folder that only you can write to"
+        ) from None
 
 
 def use_private_compiler_cache() -> None:

@@ -65,11 +65,19 @@ def report_errors(work: Callable[[], int]) -> int:
         _print_error("another command has deleted the study; list the studies with hpsearch studies")
         return EXIT_USER_ERROR
     except Exception as error:  # database drivers have error classes of their own
+        if "No usable temporary directory" in str(error):  # raised by tempfile
+            _print_error("no temporary folder is writable; set TMPDIR to a writable folder, or free disk space")
+            return EXIT_UNAVAILABLE
         if package := _find_failed_import(error):
             cause = escape_line(f"{type(error).__name__}: {format_error(error, 300)}")
             remedy = "correct the environment variable that the error names, or install the package again"
             _print_error(f"package {package} cannot be imported ({cause}); {remedy}")
             return EXIT_USER_ERROR
+        if "can't start new thread" in str(error):  # of Python
+            _print_error(
+                "no thread can be started; raise the limits of processes (ulimit -u, container) and memory (ulimit -v)"
+            )
+            return EXIT_UNAVAILABLE
         from hpsearch.storage.database.retry import is_database_error, is_transient
 
         if not is_database_error(error):

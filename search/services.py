@@ -14,7 +14,7 @@ from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import prepare_home
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.credentials import allow_credentials
+from hpsearch.storage.mlflow.credentials import allow_credentials, is_configured
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
 from hpsearch.storage.urls import Addresses, normalise_url
 
@@ -50,10 +50,15 @@ class Services:
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses of the services, as options of a worker."""
+        """The addresses of the services, as options of a worker.
+
+        A worker trusts a tracking server in its options, so they omit an address that comes from the study. The worker
+        reads it there.
+        """
+        uri = self.tracking_uri
         return {
             "storage_url": self.storage_url,
-            "tracking_uri": self.tracking_uri,
+            "tracking_uri": uri if uri is not None and is_configured(uri) else None,
             "checkpoint_url": self.checkpoint_url,
             "home": str(self.home),
         }

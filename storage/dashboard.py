@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.connect import check_database, make_engine
@@ -132,12 +133,25 @@ _WITH_ARTIFACTS = """
 """
 
 
+_PLOT_PREFIX = "dashboard:plot_data:"  # of save_plotly_graph_object
+
+
 class DashboardStorage(PostgresStorage):
     """Study storage that reads a finished trial again after its artifacts have reached MLflow.
 
     The base class reads a finished trial only once. But artifacts are uploaded in the background, after the trial has
     ended, and the list of artifacts is an attribute of the trial.
+
+    It omits plots that are stored with a study. plotly.js inserts HTML of maps, which can open an address of another
+    user in the browser. A worker can store such a plot.
     """
+
+    def get_all_studies(self) -> list[FrozenStudy]:
+        studies = super().get_all_studies()
+        for study in studies:
+            attrs = study.system_attrs.items()
+            study.system_attrs = {key: value for key, value in attrs if not key.startswith(_PLOT_PREFIX)}
+        return studies
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None

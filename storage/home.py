@@ -98,12 +98,13 @@ def read_own_text(path: Path) -> str:
         OSError: the file cannot be read, or it or a link at its path belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     with os.fdopen(descriptor, encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
         for status in (path.lstat(), os.fstat(descriptor)):
             if status.st_uid not in get_trusted_owners():
-                raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}")
+                raise PermissionError(errno.EACCES, f"it belongs to uid {status.st_uid}", str(path))
         return file.read()
 
 

@@ -1,4 +1,4 @@
-"""The users whose processes serve the ports of this machine, so that no secret goes to another user's process."""
+"""The users of connections on this machine, so that no other user's process receives or uses a secret."""
 
 from __future__ import annotations
 
@@ -48,8 +48,24 @@ def find_server_users(port: int, client_port: int | None = None) -> set[int] | N
     return {uid for uid, inode in filter(None, (listener, accepted)) if inode}
 
 
+def find_client_user(port: int, client_port: int) -> int | None:
+    """Return the id of the user whose process opened a connection to a port of 127.0.0.1; None if unknown.
+
+    Args:
+        port: the port of the server.
+        client_port: the port of the client's end of the connection.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        found = _find_socket(client_port, port)
+    except OSError:
+        return None
+    return found[0] if found and found[1] else None  # a closed socket has no inode, and the user id 0
+
+
 def _find_socket(port: int, client_port: int) -> tuple[int, int] | None:
-    """Return user id and inode of a server's socket; `client_port` is 0 for the listener.
+    """Return user id and inode of the socket with one end of a connection; `client_port` is 0 for a listener.
 
     Netlink takes 20 µs, but may lack the kernel module `tcp_diag`. The table of all sockets takes milliseconds.
     """

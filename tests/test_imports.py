@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.packages import FOLDERS, PACKAGES, ROOT, find_module_imports, find_package, iterate_imports, list_modules
+from docs.packages import FOLDERS, PACKAGES, ROOT, find_module_imports, find_package, list_imports, list_modules
 from hpsearch.kill_points import KILL_POINTS
 
 FORBIDDEN = {
@@ -33,7 +33,7 @@ def violations(source: str, path: Path) -> list[str]:
     forbidden = set(FORBIDDEN[path.parts[0]])
     if path.parts[0] == "storage" and path.as_posix() not in KNOW_TORCH:
         forbidden |= TORCH
-    found = iterate_imports(source, path)
+    found = list_imports(source, path)
     return [f"{path}:{line} imports {name}" for line, name in found if name.split(".")[0] in forbidden]
 
 
@@ -93,7 +93,7 @@ def test_no_test_module_imports_another() -> None:
     found = [
         f"{path}:{line} imports {name}"
         for path in sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
-        for line, name in iterate_imports((ROOT / path).read_text(), path)
+        for line, name in list_imports((ROOT / path).read_text(), path)
         if re.search(r"^tests\..*\btest_", name)
     ]
     assert found == []
@@ -137,7 +137,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         declared = needed | extras.get(path.stem, set()) | extras.get(path.parent.name.removesuffix("_runs"), set())
         if path.as_posix() in ON_SERVERS:
             declared |= extras["server"]
-        for _, name in iterate_imports((ROOT / path).read_text(), path):
+        for _, name in list_imports((ROOT / path).read_text(), path):
             top = name.split(".")[0]
             if top in sys.stdlib_module_names or top in {*FOLDERS, *MODULES}:
                 continue

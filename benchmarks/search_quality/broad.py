@@ -1,4 +1,4 @@
-"""Compare search methods on LCBench, or on networks that are trained inside the simulation.
+"""Compare search methods on networks that are trained inside the simulation, or on LCBench.
 
     python -m benchmarks.search_quality.broad [--use "held out"] [--problems NAME ...]
     python -m benchmarks.search_quality.broad --lcbench DIR [--noise 0]
@@ -21,6 +21,8 @@ import optuna
 
 from benchmarks.search_quality.comparison import Comparison, by_problem, overall
 from benchmarks.search_quality.lcbench import EPOCHS, FILES, NOISE, LCBench, LCBenchObjective, read_tasks
+from benchmarks.search_quality.live import EPOCHS as LIVE_EPOCHS
+from benchmarks.search_quality.live import HELD_OUT, TUNING, LiveTraining
 from benchmarks.search_quality.parallel import run_all
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.results import digest_code
@@ -87,6 +89,12 @@ def lcbench_cases(folder: Path, use: Use, noise: float) -> list[Case]:
     return [Case(task, problem, LCBench(folder, task, noise)) for task in tasks]
 
 
+def live_cases(use: Use) -> list[Case]:
+    """Return the problems whose networks are trained in the simulation."""
+    objectives = TUNING if use == "tuning" else HELD_OUT
+    return [Case(each.name, Problem(each, use, epochs=LIVE_EPOCHS), LiveTraining(each)) for each in objectives]
+
+
 def search(one: Search) -> History:
     """Return the history of a search from its file, or simulate it."""
     key = (one.way, one.seed, one.trainings, one.workers, digest_code(one.way))
@@ -131,10 +139,12 @@ def tables(cases: list[Case], searches: dict[Search, History], ways: list[str]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lcbench", type=Path, metavar="DIR", required=True, help="folder with the files of LCBench")
+    parser.add_argument(
+        "--lcbench", type=Path, metavar="DIR", help="folder with the files of LCBench; default: live problems"
+    )
     parser.add_argument("--noise", type=float, default=NOISE, help="of LCBench, in percentage points")
     parser.add_argument("--use", choices=["tuning", "held out"], default="tuning")
-    parser.add_argument("--problems", nargs="+", help="numbers of tasks; default: all")
+    parser.add_argument("--problems", nargs="+", help="names, or numbers of tasks; default: all")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(COMPARED))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--trainings", nargs="+", type=int, default=[50], help="budget in full trainings")
@@ -142,9 +152,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if missing := [name for name in FILES if not (given.lcbench / name).is_file()]:
+    if given.lcbench and (missing := [name for name in FILES if not (given.lcbench / name).is_file()]):
         parser.error(f"--lcbench {given.lcbench} has no {missing[0]}; lcbench.py describes how to get it")
-    cases = lcbench_cases(given.lcbench, given.use, given.noise)
+    cases = lcbench_cases(given.lcbench, given.use, given.noise) if given.lcbench else live_cases(given.use)
     names = [case.name for case in cases]
     if unknown := [name for name in given.problems or () if name not in names]:
         parser.error(f"--problems {unknown[0]} is not {given.use}; choose from {' '.join(names)}")

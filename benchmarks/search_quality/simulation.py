@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from hpsearch.search.samplers.suggest import derive_seed
 
+Curve = np.ndarray | Sequence[float]
 PACES = 0.3  # standard deviation of the logarithm of a trial's time per epoch
 
 
@@ -53,8 +54,11 @@ class Way(Protocol):
 class Training(Protocol):
     """A replacement for the training of configurations."""
 
-    def trial(self, params: Mapping[str, Any], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the learning curve [epochs] of one training, and the true one without noise."""
+    def trial(self, params: Mapping[str, Any], random: np.random.Generator) -> tuple[Curve, Curve]:
+        """Return the learning curve [epochs] of one training, and the true one without noise.
+
+        Each value is read after all values before it, so it may be computed when it is first read.
+        """
         ...
 
 
@@ -62,8 +66,8 @@ class Training(Protocol):
 class Trial:
     """A trial, from its begin."""
 
-    shown: np.ndarray
-    true: np.ndarray
+    shown: Curve
+    true: Curve
     pace: float
     epochs: int = 0
 
@@ -149,10 +153,11 @@ class Simulation:
         self.history.trials = len(self._trials)
         full = [trial for trial in self._trials.values() if trial.epochs == len(trial.shown)]
         self.history.full = len(full)
-        if full and full[0].shown.ndim == 1:
+        if full and np.ndim(full[0].shown[0]) == 0:
             sign = 1 if self.maximize else -1
-            best = max(full, key=lambda trial: float((sign * trial.shown).max()))
-            self.history.final = float(best.true[int((sign * best.shown).argmax())])
+            values = [sign * np.array(list(trial.shown)) for trial in full]
+            best = int(np.argmax([value.max() for value in values]))
+            self.history.final = float(full[best].true[int(values[best].argmax())])
         return self.history
 
     def _at_work(self, idle: list[int], jobs: dict[int, Work]) -> Iterator[int]:

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+import torch
 
 from benchmarks.search_quality.broad import Case, Search, lcbench_cases, search
 from benchmarks.search_quality.comparison import Comparison, wins_and_losses
 from benchmarks.search_quality.comparison import ratio as ratio_at
 from benchmarks.search_quality.curves import DATA, read_curves
 from benchmarks.search_quality.lcbench import NAMES, LCBenchObjective, make_configurations
+from benchmarks.search_quality.live import HELD_OUT, TUNING, LiveObjective, LiveTraining
 from benchmarks.search_quality.optuna_study import OptunaStudy
 from benchmarks.search_quality.peers import Optuna
 from benchmarks.search_quality.problems import PROBLEMS, Problem
@@ -330,6 +332,17 @@ def test_lcbench_configurations_cover_the_search_space():
     bounds = make_configurations(np.repeat([[0.0], [1.0]], len(NAMES), axis=1))
     assert bounds == pytest.approx(np.array([[space[name].low, space[name].high] for name in NAMES]).T)
     assert tuple(LCBenchObjective().configure(optuna.trial.FixedTrial(random_params(0, LCBENCH)))) == NAMES
+
+
+@pytest.mark.parametrize("objective", [*TUNING, *HELD_OUT])
+def test_live_training_is_reproducible_and_stops_with_the_search(objective: type[LiveObjective]) -> None:
+    params = random_params(1, Problem(objective, "tuning"))
+    reference, again = (LiveTraining(objective).trial(params, np.random.default_rng(2)) for _ in range(2))
+    shown, true = (list(curve[:3]) for curve in reference)
+    torch.rand(7)  # other trainings in between
+    assert [again[1][epoch] for epoch in range(3)] == true
+    assert [again[0][epoch] for epoch in range(3)] == shown
+    assert reference[0].run.trained == 3
 
 
 def test_missing_files_of_lcbench_are_one_line(tmp_path):

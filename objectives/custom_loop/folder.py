@@ -35,6 +35,7 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         ObjectiveError: a name is a path outside the folder.
     """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may be in the temporary folder
     for name, content in files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):

@@ -88,18 +88,15 @@ class LoopObjective(BaseObjective):
         return config
 
 
-def check_loop(objective: BaseObjective) -> None:
-    """Check that calling the objective's `run` executes it, unlike that of a coroutine or a generator.
+def is_coroutine_or_generator(function: Any) -> bool:
+    """Return whether the function is a coroutine or a generator, so that a call executes nothing."""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_kind(function) for is_kind in kinds)
 
-    Raises:
-        ObjectiveError: the call would execute nothing.
-    """
-    run = getattr(objective, "run", None)
-    if inspect.iscoroutinefunction(run) or inspect.isgeneratorfunction(run) or inspect.isasyncgenfunction(run):
-        raise ObjectiveError(
-            f"{type(objective).__name__}.run trains nothing, because it is a coroutine or a generator; define it with "
-            "def, and without yield"
-        )
+
+def format_not_executed(name: str) -> str:
+    """Return the error message for a coroutine or a generator of this name."""
+    return f"{name} is a coroutine or a generator, which hpsearch does not execute; use def without yield"
 
 
 def config_to_json(config: Any, what: str) -> Any:
@@ -188,7 +185,7 @@ def wrap_function(function: Callable[[Any], None]) -> type[FunctionObjective]:
     """Wrap a function `main(trial)` in an objective class; the result is cached.
 
     Raises:
-        ObjectiveError: the function cannot be called with one argument.
+        ObjectiveError: the function cannot be called with one argument, or is a coroutine or a generator.
     """
     try:
         inspect.signature(function).bind(None)
@@ -196,6 +193,8 @@ def wrap_function(function: Callable[[Any], None]) -> type[FunctionObjective]:
         raise ObjectiveError(
             f"{function.__name__} must accept one argument, the trial; write def {function.__name__}(trial)"
         ) from error
+    if is_coroutine_or_generator(function):
+        raise ObjectiveError(format_not_executed(function.__name__))
     names = ("metric", "direction", "directions", "constraints", "epochs", "n_trials")
     given = {name: getattr(function, name) for name in names if hasattr(function, name)}
     parts = {"name": function.__name__, "function": staticmethod(function), "__module__": function.__module__}

@@ -103,7 +103,7 @@ class LoopTrial:
         The folder exists. It is empty at the start of a new trial and after each report with `folder=trial.checkpoint`.
         In a resumed trial it contains the files of the last report.
         """
-        self._checkpoint.mkdir(parents=True, exist_ok=True)
+        self._checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may be in the temporary folder
         return self._checkpoint
 
     @property

@@ -248,6 +248,15 @@ def migrate(
             "in HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
         ),
     ] = False,
+    worker_role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker-role",
+            metavar="ROLE",
+            help="Give this existing role of workers access to the database (repeatable); in a database of the role "
+            "hpsearch_owner, hpsearch_worker and hpsearch_access have access without this option",
+        ),
+    ] = None,
 ) -> None:
     """Create or upgrade the database tables.
 
@@ -269,7 +278,8 @@ def migrate(
         url = databases.owner_url
     if url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_OWNER_URL")
-    migrate_tables(url)
+    for warning in migrate_tables(url, worker_roles=worker_role or ()):
+        echo(f"hpsearch: warning: {warning}", err=True)
     echo(f"the tables of {redact(url)} are up to date")
 
 

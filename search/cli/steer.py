@@ -151,7 +151,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
 
     This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
     changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
-    'trust' also allows its sampler from OptunaHub, --tensorboard and --wandb.
+    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url.
     """
     from hpsearch.objectives.references import BUILTIN
     from hpsearch.search.api.opening import open_study
@@ -223,6 +223,7 @@ def gc(
 
     Lists the files, and asks for confirmation. Surplus models are those of trials outside the best --keep-top. The
     files of running and waiting trials, finalists and registered model versions are kept. Workers may run meanwhile.
+    Exit code 1 if some files could not be removed.
     """
     from rich.filesize import decimal
 
@@ -230,6 +231,7 @@ def gc(
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.errors import SearchError
     from hpsearch.search.study.cleanup import remove_garbage
+    from hpsearch.storage.errors import DamagedStudyError
 
     found: list[Garbage] = []
     problems: list[str] = []
@@ -237,7 +239,7 @@ def gc(
     for each in names:
         try:
             garbage, skipped = Study.open(each, **where)._garbage(keep_top)
-        except SearchError as error:
+        except (SearchError, DamagedStudyError) as error:
             if name is not None:
                 raise
             garbage, skipped = [], [f"{each}: {error}"]
@@ -257,6 +259,8 @@ def gc(
     console.print(f"freed {decimal(freed)}")
     if any(item.location == "MLflow" for item in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on the MLflow server")
+    if failures:
+        raise typer.Exit(1)
 
 
 def _make_table(found: list[Garbage]) -> Table:

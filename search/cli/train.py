@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shlex
@@ -139,9 +140,9 @@ def train(
     is_new = not os.path.lexists(folder)  # False if the path may not be read
     _make_run_dir(folder)
     absolute = folder.absolute()  # the objective may change the working folder
-    session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
     try:
-        with _print_warnings():
+        with _lock_run_dir(folder), _print_warnings():
+            session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
             result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)
@@ -162,6 +163,25 @@ def train(
     files = f"report: {folder / report.name}" if report.exists() else f"files: {folder}"
     _print_result(found, result, files, test=test)
     return 0
+
+
+@contextmanager
+def _lock_run_dir(folder: Path) -> Iterator[None]:
+    """Reject a folder in which another command trains: both would write the same files."""
+    from hpsearch.search.errors import SearchError
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # the file system has no locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SearchError(
+                    f"another command trains in --run-dir {str(folder)!r}; wait for its end, or give another folder"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -89,9 +89,8 @@ def run_checks(
     study_checks = (*STUDY_CHECKS, *(IMPORT_CHECKS if import_objective else ()))
     for name, look, need in study_checks if study is not None else ():
         yield checker.run(name, partial(look, found), need)
-    checkpoints = checkpoint_url or (read_checkpoint_url(found) if found is not None else None)
-    needs = ("rights",) if is_unread and checkpoints is None else ()
-    yield checker.run("checkpoints", partial(check_store, checkpoints or str(folder / "checkpoints")), *needs)
+    needs = ("rights",) if is_unread and checkpoint_url is None else ()
+    yield checker.run("checkpoints", partial(_check_checkpoints, found, checkpoint_url, folder), *needs)
     yield checker.run("cpu", check_cores)
     yield checker.run("gpu", check_gpus)
     yield checker.run("home", partial(check_home, folder))
@@ -111,6 +110,13 @@ def _check_services(home: Path, storage_url: str | None, running: stack.StackInf
         f"no --storage-url is given, and the embedded services in {home} are not running ({states})",
         f"run '{format_command('up')}', or give --storage-url and --tracking-uri",
     )
+
+
+def _check_checkpoints(study: StoredStudy | None, url: str | None, home: Path) -> Finding:
+    """Check the checkpoint store, but not one that only a backup names and the user has not confirmed."""
+    if url is None and study is not None and (url := read_checkpoint_url(study)) is not None:
+        study.check_restored()
+    return check_store(url or str(home / "checkpoints"))
 
 
 def _open_study(name: str, url: str) -> StoredStudy:

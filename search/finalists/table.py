@@ -202,10 +202,13 @@ def find_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int
 def tabulate_finalists(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     """Return the table of the finalists of the search `study` from the results of the finalist study `chosen`."""
     of, spec = chosen.finalists_of, study.spec
-    search_values = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
+    n_metrics = len(spec.maximize_each)
+    search_values = {t.number: tuple(t.values) for t in study.trials() if len(t.values or ()) == n_metrics}
     ran = {of.get_trial_and_seed(t.number): t for t in chosen.trials() if t.number < chosen.spec.n_trials}
     rows = tuple(
-        _make_row(number, search_values[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials
+        _make_row(number, search_values[number], [ran.get((number, seed)) for seed in of.seeds])
+        for number in of.trials
+        if number in search_values  # a damaged database may lack the value or the trial
     )
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     complete = {row.trial: [value for value in row.values if value is not None] for row in rows if row.is_complete}
@@ -249,10 +252,14 @@ def _estimate_score(study: StoredStudy, rows: Sequence[FinalistRow], choice: Win
 
 
 def _make_row(number: int, search_values: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
-    values = tuple(get_first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
-    existing = [value for value in values if value is not None]
-    vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
     is_multi_objective = len(search_values) > 1
+    complete = [
+        t if t is not None and t.state == TrialState.COMPLETE and len(t.values or ()) == len(search_values) else None
+        for t in trials
+    ]
+    values = tuple(None if t is None else get_first_value(t) for t in complete)
+    existing = [value for value in values if value is not None]
+    vectors = [t.values for t in complete if t is not None]
     return FinalistRow(
         trial=number,
         search_value=search_values[0],
@@ -279,7 +286,7 @@ def describe_missing_value(trial: FrozenTrial | None) -> str | None:
     if trial is None or trial.state == TrialState.WAITING:
         return "waiting"
     if trial.state == TrialState.COMPLETE:
-        return None
+        return None if trial.values else "value lost"  # a damaged database may lack it
     if trial.state == TrialState.RUNNING:
         return "running"
     return "diverged" if trial.user_attrs.get(INFEASIBLE) else "failed"

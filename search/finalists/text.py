@@ -109,10 +109,11 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
     n_seeds = len(found.seeds)
     seeds = describe_resampling(found)
     if found.pending:
-        n_trials = len(found.rows) * n_seeds
-        failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.missing_reasons)
+        reasons = [reason for row in found.rows for reason in row.missing_reasons]
+        ended = sum(reason not in {"waiting", "running"} for reason in reasons)
+        failed = sum(reason in {"failed", "diverged"} for reason in reasons)
         without = f", {failed} without a value" if failed else ""
-        return [f"finalists: {n_trials - found.pending} of {n_trials} runs ended{without}, on {seeds}"]
+        return [f"finalists: {ended} of {ended + found.pending} runs ended{without}, on {seeds}"]
     if not found.is_decided:
         return [f"finalists: no winner, because no finalist has a value for each of {seeds}"]
     if study.spec.is_multi_objective:

@@ -176,7 +176,8 @@ def estimate_test_score(
     - b: standard error of a run from its v validation samples; b^2 is the mean over all runs of all finalists, after
       the same multiplication,
     - f = v / n: share of samples that two new validation splits have in common, where n is the number of training
-      samples, from which new validation splits are drawn; 1 if `data()` fixes the split,
+      samples, from which new validation splits are drawn; 1 if `data()` fixes the split. The formula assumes that a
+      shared sample has the same effect on all runs, which gives an upper bound of the variance,
     - t: number of test samples; v, n and t are those of the winner's first run,
 
     the variance of the prediction is

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import ModuleType
 
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.private_folders import find_temporary_folder
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
     ignore_stop_signals,
@@ -32,6 +36,7 @@ SOCKET_FOLDER_VARIABLE = (
 )
 
 _context = multiprocessing.get_context("forkserver")
+_start_lock = threading.Lock()  # a start changes the whole process: its environment, output and main module
 
 
 def can_fork() -> bool:
@@ -55,15 +60,25 @@ def start_fork_server(workers: int) -> None:
             "PYTHONSAFEPATH": "1",
             SOCKET_FOLDER_VARIABLE: _make_socket_folder(),
         }
-        with _environment(environment), _silence_output():
+        with _start_lock, _environment(environment), _silence_output():
             forkserver.ensure_running()
 
 
 def _make_socket_folder() -> str:
-    """Return multiprocessing's folder of sockets, without its own clean-up, which fails if the folder was deleted."""
+    """Return multiprocessing's folder of sockets, without its own clean-up, which fails if the folder was deleted.
+
+    A server of another user at the socket would receive the environment of the workers, with its passwords.
+
+    Raises:
+        OSError: there is no folder in which other users cannot replace the folder of sockets.
+    """
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-")
+        try:
+            parent = find_temporary_folder()
+        except ObjectiveError as error:
+            raise OSError(errno.EACCES, str(error)) from None
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=parent)
         atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
     return util.get_temp_dir()
 
@@ -111,12 +126,13 @@ class ForkedProcess:
         log: file to which the output is appended.
 
     Raises:
-        OSError: the fork failed.
+        OSError: the fork failed, or other users could replace the socket of the fork server.
     """
 
     def __init__(self, work: Callable[[], int], command: list[str], environment: dict[str, str], log: Path) -> None:
+        _make_socket_folder()  # otherwise multiprocessing uses the temporary folder
         self._process = _context.Process(target=_run_forked, args=(work, command, environment, str(log)))
-        with _hide_main_module():
+        with _start_lock, _hide_main_module():
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid

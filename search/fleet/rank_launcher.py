@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from hpsearch.objectives.private_folders import find_temporary_folder
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.console import prefix_output
 from hpsearch.search.errors import SearchError
@@ -106,7 +108,7 @@ def _find_first_host(hosts: str) -> str:
     return found.stdout.split()[0]
 
 
-_PREFIX = "hpsearch-ranks-"
+_PREFIX = f"hpsearch-ranks-{platform.node()}-"  # a home may be shared by machines that do not share locks
 _MARKER = ".hpsearch-ranks"  # a file in these folders
 
 
@@ -116,12 +118,18 @@ def make_private_folder() -> Iterator[Path]:
 
     Each live process holds a lock on its folder. The operating system releases the lock when the process is killed. A
     PID could not identify dead processes reliably, because PIDs are reused.
+
+    Raises:
+        ObjectiveError: other users can replace folders in the temporary folder, and the home belongs to another user.
     """
-    _remove_stale_folders()
-    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # hidden from the clean-up of others until it is locked
+    parent = find_temporary_folder()  # the launcher unpickles the state of the rendezvous from a file in the folder
+    _remove_stale_folders(parent)
+    # Hidden from the clean-up of others until it is locked.
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     (made / _MARKER).touch()
     held = os.open(made, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    with suppress(OSError):  # NFS locks no folders: nothing removes the folder of a killed process in a home there
+        fcntl.flock(held, fcntl.LOCK_EX)
     folder = made.rename(made.with_name(made.name.removeprefix(".")))
     try:
         yield folder
@@ -130,8 +138,8 @@ def make_private_folder() -> Iterator[Path]:
         os.close(held)
 
 
-def _remove_stale_folders() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+def _remove_stale_folders(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # its process is alive, or another launcher has just removed it
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

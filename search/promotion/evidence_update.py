@@ -7,6 +7,7 @@ from hpsearch.search.promotion.model_card import describe_evidence
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import RUN_ID
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.registry import Registry, Version
@@ -32,7 +33,10 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
             version = registry.get_version_by_alias(each.model_name, each.alias)
             if version is None or version.number != each.version:
                 continue  # the alias has moved, which `registry_watch` records
-            evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
+            trial = find_trial(of, each.trial_number)
+            if version.run_id is None or version.run_id != trial.user_attrs.get(RUN_ID):
+                continue  # any worker can store a promotion, also of a version of other users
+            evidence = gather_evidence(Confirmation.read(of), trial, tracking.client)
             write_evidence(registry, version, evidence)
             by = each.promoted_by
             record_promotion(connection, evidence.to_record(), version.model, version.number, each.alias, by=by)

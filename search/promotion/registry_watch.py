@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 
 MLFLOW_UI = "MLflow UI"
 
+# Any worker can write attributes of studies and trials that the code does not expect.
+DAMAGE_ERRORS = (DamagedStudyError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError)
+
 Aliases = dict[tuple[str, str], int]  # version by (model, alias)
 
 
@@ -111,8 +114,8 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
         if version is not None and trial is not None:
             try:
                 _record(connection, storage, tracking, trial, version, key[1])
-            except (SearchError, DamagedStudyError) as error:  # must not stop the records of others
-                log.warning("promotion %s@%s not recorded: %s", *key, error)
+            except (SearchError, *DAMAGE_ERRORS) as error:  # must not stop the records of others
+                log.warning("promotion %s@%s of study %s not recorded: %s", *key, trial.study_name, error)
                 continue
             changed.add(trial.study_name)
         # The alias has no trial of these studies any more. Promotions on another MLflow server stay as they are.
@@ -158,8 +161,8 @@ def _update_note(storage: PostgresStorage, name: str) -> None:
         if study.spec.finalists_of is not None:
             study = load_parent_study(study)
         write_note(study, summarise(study))
-    except (SearchError, DamagedStudyError, KeyError):
-        log.info("study %s: note not updated, the study was deleted or is damaged", name)
+    except (SearchError, *DAMAGE_ERRORS) as error:
+        log.info("study %s: note not updated, the study was deleted or is damaged: %s", name, error)
 
 
 class RegistryWatcher:

@@ -23,6 +23,7 @@ from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.trials.history import read_run_intervals
 
 _SAME = 1e-6  # relative difference up to which values are equal: metrics of counts may be float32
+_MAX_SAMPLES = 2**53  # the attribute may be any number
 _NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
 _EDGE = 0.02  # share of a range at either end that is its edge
 _MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
@@ -79,6 +80,10 @@ def make_headline(study: StoredStudy, summary: Summary, finalists: Finalists | N
     has_winner = finalists is not None and finalists.winner is not None
     if study.spec.is_multi_objective:
         results = [*_format_best_of_each_metric(study), *_find_default_on_front(study, summary)]
+    elif (finalists_of := study.spec.finalists_of) is not None:
+        if summary.front and finalists_of.refit is None:  # one run ahead of another has no meaning
+            again = format_command("show", finalists_of.study)
+            results = [f"the means of the finalists decide, not their best run: {again}"]
     elif summary.best is not None:
         lead, is_tie = _format_lead(study)
         default, gain = _compare_with_default(study, summary.best)
@@ -115,7 +120,7 @@ def _format_lead(study: StoredStudy) -> tuple[str, bool]:
         return "", False
     lead = f"ahead of trial {second} by {format_difference(abs(best - value))}"
     samples = study.attrs.get(VAL_SAMPLES)
-    if study.spec.metric != "accuracy" or samples is None:
+    if study.spec.metric != "accuracy" or not samples or not 0 < samples < _MAX_SAMPLES:
         return lead, False
     counts = [each * samples for each in (best, value)]
     if any(abs(count - round(count)) > 0.01 for count in counts):  # accuracy of tokens or pixels

@@ -108,9 +108,9 @@ def _format_result(study: StoredStudy, summary: Summary) -> list[str]:
         lines += format_front(spec, summary.front)
     elif summary.best is not None:
         best = summary.best
-        lines.append(
-            f"best: trial {best.number}, val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
-        )
+        which = "best" if spec.finalists_of is None else "best run"
+        value = f"val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
+        lines.append(f"{which}: trial {best.number}, {value}")
         if best.params:
             params = get_last_params(best)
             lines.append("    " + ", ".join(f"{key} = {format_value(value)}" for key, value in params.items()))

@@ -98,7 +98,9 @@ def make_trial_rows(
     rows = []
     for trial in trials:
         forecast = f"forecast {found}" if (found := forecasts.get(trial.number)) else ""
-        reason = "; ".join(filter(None, [waiting.get(trial.number) or trial.user_attrs.get(REASON), forecast]))
+        reason = "; ".join(
+            filter(None, [waiting.get(trial.number) or str(trial.user_attrs.get(REASON) or ""), forecast])
+        )
         rows.append(_make_trial_row(study, trial, names, seconds.get(trial._trial_id), reason))
     return rows
 

@@ -69,14 +69,17 @@ def open_companion_study(
         make: function that creates or joins the companion study; returns the study, and whether it is new.
 
     Raises:
-        SearchError: `search` is itself a companion study, or has no trial to retrain.
+        SearchError: `search` is itself a companion study, or has no trial to retrain; or the user has to confirm the
+            settings of a restored study.
         StorageError: a service is unusable.
     """
     if options.checkpoint_url is not None:
         CheckpointStore(options.checkpoint_url).check()
     search.require_search("continue with {resume_command}")
+    search.check_restored()  # before `make`, which would leave a set without results
     services = resolve_tracking(services, search)
     study, created = make()
+    study.check_restored()  # the backup may contain other settings of this study, and records to send
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
     tracking_error = open_study_run(services, study, required=False)
     if options.checkpoint_url is not None:
@@ -166,7 +169,6 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
 
     def make_finalists() -> tuple[StoredStudy, bool]:
         if workers:  # else a rejected objective would leave a set without results
-            study.check_restored()
             study.objective()
         return create_or_join(study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
 

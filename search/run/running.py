@@ -25,7 +25,8 @@ def register_search(logs: Path) -> Iterator[None]:
     this = psutil.Process()
     identity = process.ProcessIdentity(this.pid, this.create_time(), tuple(this.cmdline()))
     path = logs / f"search-{this.pid}.json"
-    write_private(path, json.dumps(asdict(identity)))
+    with suppress(FileNotFoundError):  # another command has deleted the study; the workers' progress shows it
+        write_private(path, json.dumps(asdict(identity)))
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ class SyncResult:
     """The result of ``hpsearch sync``.
 
     Attributes:
-        sent: number of trials whose records were sent.
+        sent: number of trials whose records were all sent.
         unsent: number of trials with records that were not sent.
         problems: one line per trial whose missing records could not be rebuilt.
     """
@@ -80,7 +80,7 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         left = tracker.flush(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, on_progress=step)))
     if tracking_error is not None and not left:
         raise tracking_error  # MLflow may lack records of a lost machine
-    sent = tracker.sender.sent_journals
+    sent = len(tracker.sender.sent_trial_numbers - tracker.outbox.find_trial_numbers())
     text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
@@ -93,7 +93,11 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
                 f"records with: rm -r {shlex.quote(str(folder))}",
                 style="yellow",
             )
-        again = "" if left == len(damaged) else f"; try again with: {format_command('sync', name)}"
+        again = (
+            ""
+            if tracker.outbox.count_journals() == len(damaged)
+            else f"; try again with: {format_command('sync', name)}"
+        )
         console.print(f"{text}, {left} not sent{reason}{again}")
     else:
         report = publish_result(services, study, tracking)

@@ -85,8 +85,8 @@ def _check_wandb_project(given: Any) -> Any:
 
 
 def parse_parent_name(name: str) -> str | None:
-    """Return the name of the search if `name` is the name of a finalist study; else None."""
-    match = re.fullmatch(rf"(.+){re.escape(FINALISTS)}(-\d+)?", name)
+    """Return the name of the search if `name` is the name of a finalist or refit study; else None."""
+    match = re.fullmatch(rf"(.+)({re.escape(FINALISTS)}|{re.escape(REFIT)})(-\d+)?", name)
     return match[1] if match else None
 
 

@@ -22,15 +22,16 @@ from hpsearch.storage.checkpoints.store import (
     get_checkpoint_path,
     is_below,
     is_checkpoint_path,
+    is_removable_path,
 )
 from hpsearch.storage.database.retry import retrying
-from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.errors import CheckpointStoreError, StorageError
 from hpsearch.storage.files import compute_folder_bytes
 
 log = logging.getLogger(__name__)
 
 # Files of a run directory that only a resumed trial needs, and temporary files of interrupted writes.
-_RESUME_FILES = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp")
+_RESUME_FILES = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp", ".config.yaml.tmp", ".changes.diff.tmp")
 
 
 def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
@@ -146,13 +147,14 @@ class StudyCheckpoints:
         self.are_shared = are_shared
 
     def remove(self, paths: Collection[str]) -> None:
-        """Remove files to which no pointer refers any more, except files that another trial has copied.
+        """Remove checkpoint files to which no pointer refers any more, except files that another trial has copied.
 
         Raises:
             CheckpointStoreError: the store is unavailable.
         """
         kept = self._find_shared() if paths else set()
-        self.files.remove([path for path in paths if get_checkpoint_path(path) not in kept])
+        removable = filter(is_removable_path, paths)
+        self.files.remove([path for path in removable if get_checkpoint_path(path) not in kept])
 
     def _find_shared(self) -> set[str]:
         return retrying()(find_referenced_paths, self.engine, self.study_id) if self.are_shared else set()
@@ -191,7 +193,7 @@ class StudyCheckpoints:
                 path: size
                 for path, size in found.items()
                 if (number := _parse_number(path)) in ended
-                and ".pt" in PurePosixPath(path).suffixes
+                and is_removable_path(path)
                 and get_checkpoint_path(path) not in ended[number] | shared
             },
             {path: size for path in local if _parse_number(str(path)) in ended and (size := _size(path)) is not None},
@@ -219,13 +221,13 @@ class StudyCheckpoints:
                 self.remove(self.files.find(folder))
             else:
                 self.files.remove_folder(folder)
-        except CheckpointStoreError as error:
+        except StorageError as error:  # also a link in the folder
             log.warning("trial %d: checkpoints not removed: %s", number, error)
             return
         retrying()(drop_pointers, self.engine, self.study_id, number=number)
 
     def delete(self) -> None:
-        """Delete all files of the study from the store, because the study is being deleted.
+        """Delete all checkpoint files of the study from the store, because the study is being deleted.
 
         Raises:
             CheckpointStoreError: the store is unavailable.

@@ -157,7 +157,8 @@ def create_or_join(
         The study, and whether this call created it.
 
     Raises:
-        SearchError: a setting is invalid, or differs from the stored spec.
+        SearchError: a setting is invalid, or differs from the stored spec; or the user has to confirm the settings of a
+            restored study.
     """
     name, made = str(settings.get("name", objective.name)), list[int]()
 
@@ -165,8 +166,8 @@ def create_or_join(
     def make_spec() -> tuple[StudySpec, dict[str, Any]]:
         if (searched := parse_parent_name(name)) is not None:
             raise SearchError(
-                f"--name {name!r} is reserved for the finalists of {searched!r}; retrain these with "
-                f"{format_command('finalists', searched)}, or choose another --name"
+                f"--name {name!r} is reserved for the finalists or the refit of {searched!r}, which "
+                f"{format_command('finalists', searched)} and promote --refit create; choose another --name"
             )
         spec = _fit_sampler(resolve_spec(settings, objective), settings, objective)
         if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
@@ -188,6 +189,7 @@ def create_or_join(
             study = load_study(storage, name)
             study.require_search("resume it with {resume_command}, or choose another --name")
             resolve_spec(settings, objective, study.spec)
+            study.check_restored()  # before the check, which creates the folder of TensorBoard
             check(study.spec)
         if enqueued:
             enqueue_missing(study, enqueued)
@@ -314,7 +316,6 @@ def begin_search(
         storage = open_storage(services.storage_url, application_name="hpsearch run")
         study, created = create_or_join(storage, settings, objective, check=check, inspect=inspect, enqueued=enqueued)
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
-        study.check_restored()
         with suppress(StorageError):  # without the record, the code is accepted until it changes
             study.trust_code(read_code(study.spec.objective))  # the caller has named the objective
         start_timeout(study)

@@ -14,7 +14,6 @@ import torch
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.custom_loop.loop_objective import check_loop
 from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, is_out_of_memory, wrap_user_errors
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
@@ -65,7 +64,6 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     if spec.folds is not None:
         check_folds(objective)
     if not isinstance(objective, Objective):
-        check_loop(objective)
         return  # a custom loop has no parts that could run separately
     with name_setting_of_metric(objective, spec):
         plan = RunPlan(spec.epochs, seed, spec.seed, folds=spec.folds, fold=None if spec.folds is None else 0)

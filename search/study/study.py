@@ -15,18 +15,23 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
+from hpsearch.redaction import redact
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.spec.spec import NAME_PATTERN, FinalistsOf, StudySpec, parse_stored_spec
 from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.study.trust import Code, check_source, record_trust
 from hpsearch.storage.attributes import (
+    CHECKPOINT_URL,
     DEVICES,
     FOLDER_NAME,
+    LEAKS,
     RESTORED,
+    RUN_ID,
     SOURCE_SHA256,
     SPEC,
     STARTED_AT,
+    VAL_SAMPLES,
     VERSION,
 )
 from hpsearch.storage.errors import DamagedStudyError
@@ -34,6 +39,8 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
+
+_TYPES = {LEAKS: dict, RUN_ID: str, VAL_SAMPLES: int}  # any worker can write them; a wrong type must stop no command
 
 # Folder names, by the name and the id of a study. Earlier development versions generated the last two.
 _FOLDER_PATTERN = r"{name}-({random}|{id}-{random}|{id})"
@@ -55,8 +62,9 @@ class StoredStudy:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The study's user attributes, read from the database at each access."""
-        return self.storage.get_study_user_attrs(self.study_id)
+        """The study's user attributes, read from the database at each access, without those of a wrong type."""
+        found = self.storage.get_study_user_attrs(self.study_id)
+        return {key: value for key, value in found.items() if isinstance(value, _TYPES.get(key, object))}
 
     @property
     def budget(self) -> int:
@@ -175,12 +183,17 @@ class StoredStudy:
 
     @property
     def external_settings(self) -> list[str]:
-        """The settings by which the study runs code or writes files elsewhere, as text."""
+        """The settings by which the study runs code, or writes or deletes files elsewhere, as text."""
         code = self.spec.sampler.downloaded_code_description
-        trackers = {"tensorboard": self.spec.tensorboard, "wandb": self.spec.wandb}
+        url = self.attrs.get(CHECKPOINT_URL)  # `restore` keeps it if the files are not in the backup
+        named = {
+            "tensorboard": self.spec.tensorboard,
+            "wandb": self.spec.wandb,
+            "checkpoint-url": None if url is None else redact(str(url)),
+        }
         return [
             *([f"the sampler {code}"] if code is not None else []),
-            *(f"--{name} {value}" for name, value in trackers.items() if value),
+            *(f"--{name} {value}" for name, value in named.items() if value),
         ]
 
     def check_restored(self) -> None:

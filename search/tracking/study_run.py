@@ -32,6 +32,7 @@ from hpsearch.search.study.summary import Summary, format_rungs, format_value, s
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.display import escape_markdown, format_markdown_code, format_markdown_link
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, make_metrics
 from hpsearch.storage.mlflow.health import describe_error, get_or_none, is_retryable
@@ -111,7 +112,7 @@ def _log_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in list_finalist_trials(study) - {row.trial for row in found.rows}:
+    for number in list_finalist_trials(study) - set(chosen.finalists_of.trials):
         if number in runs:
             _annotate(tracking, runs[number], tags={FINALIST: "in another set of finalists"}, metrics={}, at=ended)
 
@@ -274,7 +275,7 @@ def _share_view(study: StoredStudy, summary: Summary, tracking: Tracking, parent
     spec = study.spec
     names = list(spec.direction_by_metric) if spec.is_multi_objective else [spec.metric]
     run_id = None if summary.best is None else summary.best.user_attrs.get(RUN_ID)
-    run = None if run_id is None else get_or_none(tracking.client.get_run, run_id)
+    run = None if run_id is None else get_or_none(tracking.client.get_run, str(run_id))
     known = run.data.metrics if run is not None else {}
     # The model metrics, such as latency_ms, are no metrics of the validation data.
     metrics = [f"best_{name}" if f"best_{name}" in known else f"best_val_{name}" for name in names]
@@ -307,8 +308,14 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def log_report(study: StoredStudy, report: Path, tracking: Tracking) -> None:
-    """Log the report to the study's parent run."""
-    tracking.log_file(str(study.attrs[RUN_ID]), report)
+    """Log the report to the study's parent run.
+
+    Raises:
+        StorageError: the study has no parent run.
+    """
+    if (run_id := study.attrs.get(RUN_ID)) is None:
+        raise StorageError("the study has no run there yet")
+    tracking.log_file(str(run_id), report)
 
 
 def publish_result(services: Services, study: StoredStudy, tracking: Tracking) -> Path | None:

@@ -207,9 +207,9 @@ class Tracker:
         timeout_seconds: float = math.inf,
         then: Callable[[], object] = lambda: None,
     ) -> int:
-        """Send the pending journals on this machine, stop the sender, and return the number of unsent journals.
+        """Send the pending journals on this machine, stop the sender, and return the number of unsent trials.
 
-        The returned number includes the journals of running workers, which the workers themselves send.
+        Trials of running workers count as unsent; these workers send their own journals.
 
         Args:
             on_progress: function that is called with a line of text about the progress.
@@ -228,4 +228,4 @@ class Tracker:
                 self.sender.flush(timeout_seconds, print_progress)
         finally:
             self.sender.close()
-        return self.outbox.count_journals()
+        return len(self.outbox.find_trial_numbers())

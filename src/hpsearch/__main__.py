@@ -19,12 +19,12 @@ _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
-    open_standard_streams()
-    os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
-    interrupt = make_interrupt_handler()
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
+    open_standard_streams()
+    os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
+    interrupt = make_interrupt_handler()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
     from hpsearch.cuda_library import load_cuda_library
@@ -37,6 +37,7 @@ def main() -> None:
         from hpsearch.search.cli import main as run
 
         if is_handled:
+            sys.unraisablehook = _repeat_lost_interrupt
             signal.signal(signal.SIGINT, interrupt)
         run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
@@ -65,14 +66,28 @@ def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
         nonlocal until
         until = until or time.monotonic() + _MAX_IMPORT_SECONDS
         if _is_importing(frame) and time.monotonic() < until:
-            again = threading.Timer(0.05, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
+            _repeat_signal(number)
             return
         until = None
         raise KeyboardInterrupt
 
     return interrupt
+
+
+def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:
+    """Repeat an interrupt that Python discards because it came in a finalizer or in a callback of C code."""
+    if isinstance(error.exc_value, KeyboardInterrupt):
+        _repeat_signal(signal.SIGINT)
+    else:
+        sys.__unraisablehook__(error)
+
+
+def _repeat_signal(number: int) -> None:
+    # Not os.kill, whose signal another thread may get, so that the main thread does not wake.
+    again = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number))
+    again.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        again.start()
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -113,7 +128,8 @@ def _is_usable(descriptor: int) -> bool:
 
 
 def _exit_interrupted(*_: object) -> NoReturn:
-    os.write(2, b"hpsearch: interrupted\n")
+    with contextlib.suppress(OSError):  # a closed stream
+        os.write(2, b"hpsearch: interrupted\n")
     os._exit(_EXIT_INTERRUPTED)
 
 

@@ -67,8 +67,9 @@ def _can_others_change(path: Path, status: os.stat_result, *, is_sticky_safe: bo
 
 
 def _can_others_search(folder: Path, status: os.stat_result) -> bool:
-    is_group_open = status.st_mode & stat.S_IXGRP and (not _is_private_group(status.st_gid) or _has_acl(folder))
-    return bool(status.st_uid not in {os.geteuid(), 0} or status.st_mode & stat.S_IXOTH or is_group_open)
+    if status.st_uid not in {os.geteuid(), 0} or status.st_mode & stat.S_IXOTH:
+        return True
+    return bool(status.st_mode & stat.S_IXGRP and (not _is_private_group(status.st_gid) or _has_acl(folder)))
 
 
 def _has_acl(path: Path) -> bool:
@@ -84,5 +85,7 @@ def _is_private_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
+    if group.gr_name != user.pw_name:  # before all users are listed, which takes long with a directory service
+        return False
     members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == gid)}
-    return group.gr_name == user.pw_name and members == {user.pw_name}
+    return members == {user.pw_name}

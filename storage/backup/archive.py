@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import stat
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,9 +196,11 @@ class ArchiveReader:
         """Yield a reader of the archive at `path`.
 
         Raises:
-            StorageError: the file is missing, is not a backup, has a newer format, or is damaged.
+            StorageError: the file is missing or not a regular file, is not a backup, has a newer format, or is damaged.
         """
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+                raise StorageError(f"{str(path)!r} is not a regular file; give a file that hpsearch backup wrote")
             tar = tarfile.open(path, "r:")  # noqa: SIM115 closed below
         except FileNotFoundError:
             raise StorageError(f"{str(path)!r} does not exist; give a file that hpsearch backup wrote") from None

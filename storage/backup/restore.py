@@ -314,7 +314,8 @@ def _restore_databases(
         must_be_empty=() if replace_studies else _STUDY_TABLES,
         programs=programs,
     )
-    migrate(url, setting=setting)
+    for warning in migrate(url, setting=setting):
+        progress(f"warning: {warning}")
     for table in left_out:
         progress(f"skipping the table {table!r}, which is not a table of hpsearch, Optuna or MLflow")
     with open_session(*locations.studies) as cursor:

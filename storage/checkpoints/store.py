@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -178,7 +179,7 @@ class CheckpointStore:
         with self._translate_errors(f"cannot list {folder or 'its files'}"):
             self._fs.invalidate_cache()  # drivers of object stores cache listings
             found = self._fs.find(self._root if folder is None else self._path(folder), detail=True)
-        return {str(path).removeprefix(self._root).lstrip("/"): int(i["size"] or 0) for path, i in found.items()}
+        return {self._name(path): int(i["size"] or 0) for path, i in found.items()}
 
     def remove(self, paths: list[str]) -> None:
         """Remove files; missing files are skipped.
@@ -191,15 +192,32 @@ class CheckpointStore:
                 self._fs.rm_file(self._removable_path(path))
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder with its content; a missing folder is skipped.
+        """Remove the checkpoint files below a folder, and then the empty folders; a missing folder is skipped.
+
+        Other files stay, because the URL and the folder may come from the database, where any worker can write them.
 
         Raises:
             CheckpointStoreError: the store is unavailable.
         """
+        found = [path for path in self.find(folder) if is_removable_path(path)]
+        if self._folders or has_magic(self._root):  # a call for several files would expand the pattern
+            self.remove(found)
+        elif found:
+            with self._translate_errors(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
+                self._fs.rm([self._path(path) for path in found])  # one request for up to 1000 files
+        if self._folders:
+            self._remove_empty_folders(folder)
+
+    def _remove_empty_folders(self, folder: str) -> None:
         path = self._removable_path(folder)
-        with self._translate_errors(f"cannot remove {folder}"), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors(f"cannot list {folder}"):
             self._fs.invalidate_cache()
-            self._fs.rm(path, recursive=True)
+            below = self._fs.find(path, maxdepth=1, withdirs=True, detail=True)
+        names = [self._name(each) for each, info in below.items() if info["type"] == "directory"]
+        trials = [name for name in names if name != folder and PurePosixPath(name).name.isdecimal()]
+        for name in (*trials, folder):
+            with contextlib.suppress(Exception):  # it has other files; drivers have different error classes
+                self._fs.rmdir(self._removable_path(name))
 
     def _path(self, name: str) -> str:
         """Return the path of `name` in the fsspec file system; raises StorageError if it is not below the URL."""
@@ -207,6 +225,10 @@ class CheckpointStore:
         if not parts or name.startswith("/") or "\\" in name or ".." in parts:
             raise StorageError(f"{self._head}: {name!r} is not a relative path below the URL")
         return f"{self._root}/{'/'.join(parts)}"
+
+    def _name(self, path: object) -> str:
+        """Return the path below the URL of a path in the fsspec file system."""
+        return str(path).removeprefix(self._root).lstrip("/")
 
     def _removable_path(self, name: str) -> str:
         """Return `_path(name)`; raises StorageError if a symbolic link leads out of the folder of the store."""
@@ -259,6 +281,11 @@ def is_checkpoint_path(path: str) -> bool:
     return len(path) <= _LONGEST_NAME and _CHECKPOINT_PATH.fullmatch(path) is not None
 
 
+def is_removable_path(path: str) -> bool:
+    """Return whether a path is that of a checkpoint file or of its unfinished copy (`0004-1.pt.1a2b3c4d.tmp`)."""
+    return is_checkpoint_path(re.sub(r"\.[0-9a-f]{8}\.tmp$", "", path))
+
+
 def is_below(url: str, root: str) -> bool:
     """Return whether a checkpoint URL is `root` or below it; links in local folders are resolved."""
     local = [Path(value.removeprefix("file://")).expanduser() for value in (url, root) if _is_local_url(value)]
@@ -303,6 +330,9 @@ def _open(url: str, head: str) -> tuple[Any, str]:
     except Exception as error:  # the driver connected immediately, and failed
         reason = redact_password(format_error(error, 300), url)
         raise CheckpointStoreError(f"{head} cannot be used ({reason})") from None
+    if protocol == "webhdfs":  # its HTTP client would send credentials in ~/.netrc to a host that only the study names
+        fs.session.trust_env = False
+        fs.session.verify = fs.session.verify and (os.environ.get("REQUESTS_CA_BUNDLE") or True)
     return fs, str(root)
 
 

@@ -259,10 +259,22 @@ def convert_statement_errors(url: str, setting: str) -> Iterator[None]:
         raise (ServiceUnavailableError if is_down else StorageError)(f"{setting} {redact(url)}: {text}") from None
 
 
-def find_database_error(url: str, query: str = "SELECT true") -> Exception | None:
-    """Return why a connection to the database fails, or `query` does not return true; None if all is well."""
-    import psycopg2
+def find_database_error(
+    url: str, query: str = "SELECT true", *, connect_seconds: int | None = None
+) -> Exception | None:
+    """Return why a connection to the database fails, or `query` does not return true; None if all is well.
 
+    Args:
+        url: URL of the database.
+        query: query that returns true.
+        connect_seconds: timeout of the connection in seconds, at least 2; None for the usual one.
+    """
+    import psycopg2
+    from sqlalchemy.engine import make_url
+
+    if connect_seconds is not None:
+        timeout = {"connect_timeout": str(connect_seconds)}
+        url = make_url(url).update_query_dict(timeout).render_as_string(hide_password=False)
     try:
         with open_cursor(url, application_name="hpsearch-health") as cursor:
             cursor.execute(query)
@@ -271,14 +283,15 @@ def find_database_error(url: str, query: str = "SELECT true") -> Exception | Non
         return error
 
 
-def is_database_healthy(url: str, query: str = "SELECT true") -> bool:
-    """Return whether a connection to the database succeeds and `query` returns true."""
-    return find_database_error(url, query) is None
-
-
 def has_answered(error: Exception) -> bool:
     """Return whether the error of `find_database_error` is an answer of the server, such as a rejected password."""
     return "FATAL:" in str(error.__context__ or error)
+
+
+def get_rejection(error: Exception) -> str | None:
+    """Return why a running server rejects connections, from the error of `find_database_error`; None if it does not."""
+    answer = str(error.__context__ or error).partition("FATAL:")[2].strip()
+    return None if not answer or answer.startswith("the database system is") else format_error(answer)
 
 
 def check_database(url: str, *, retry_seconds: float | None = None) -> None:

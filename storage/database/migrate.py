@@ -6,13 +6,14 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
-from hpsearch.storage.database.roles import grant_worker
+from hpsearch.storage.database.roles import OWNER, find_open_database, find_shared_grantees, grant_workers
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
+from hpsearch.storage.database.schema_privileges import secure_schema
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url
 
@@ -25,16 +26,41 @@ MIGRATIONS = Path(__file__).with_name("migrations")
 _LOCK = (0x68700004, 0)
 
 
-def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
-    """Create or upgrade the tables at `url` and grant the privileges of the worker role.
+def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Collection[str] = ()) -> list[str]:
+    """Create or upgrade the tables at `url` and grant the privileges of the worker roles.
 
     Idempotent. Concurrent calls wait for the first one.
 
+    Args:
+        url: URL of the database for its owner.
+        setting: name of the setting that contains `url`, for messages.
+        worker_roles: further roles of workers than those of a database of `hpsearch_owner`.
+
+    Returns:
+        Warnings, with the remedy: roles that have lost access, and privileges and objects that other users should not
+        have in the database.
+
     Raises:
-        StorageError: the database cannot be reached, the user may not create tables, or the tables belong to a newer
-            version of Optuna or hpsearch.
+        StorageError: the database cannot be reached, the user may not create tables, a role does not exist, the
+            tables belong to a newer version of Optuna or hpsearch, or other users own functions in their schema.
     """
     url = normalise_url(url, setting=setting)
+    with _lock(url, setting) as cursor:
+        errors, warnings = secure_schema(cursor)
+    if errors:
+        raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
+    with _lock(url, setting) as cursor:
+        grantees = find_shared_grantees(cursor)
+        _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
+        _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
+        grant_workers(cursor, worker_roles)
+        lost = sorted(grantees - find_shared_grantees(cursor))
+        return [*warnings, *map(_describe_lost_access, lost), *find_open_database(cursor)]
+
+
+@contextmanager
+def _lock(url: str, setting: str) -> Iterator[Any]:
+    """Yield a cursor in a transaction that excludes other migrations."""
     with (
         _convert_errors(url, setting),
         open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor,
@@ -45,9 +71,14 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
             cursor.execute(f"SET LOCAL {timeout} = 0")
         # A transaction lock, unlike a session lock, also works through a pooler.
         cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
-        _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
-        _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
-        grant_worker(cursor)
+        yield cursor
+
+
+def _describe_lost_access(role: str) -> str:
+    return (
+        f"the role {role} no longer has access to this database, because {OWNER} does not own it; "
+        f"if its workers use this role, run hpsearch migrate --worker-role {role}"
+    )
 
 
 def create_tables(url: str, revision: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:

@@ -10,11 +10,13 @@
 Postgres lets each login role change its own password and settings, and end its own sessions. So users that share the
 login `hpsearch_worker` trust each other. A separate login is safe from the others:
 ``CREATE ROLE ann LOGIN PASSWORD '...' IN ROLE hpsearch_access``.
+
+All databases of a server share its roles. So the database of another team needs an owner and roles of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,27 +103,98 @@ def create_databases(
     return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])
 
 
-def grant_worker(cursor: Any) -> None:
-    """Grant the worker roles read and write access to the tables of the connected owner, future tables included.
+def grant_workers(cursor: Any, named: Collection[str] = ()) -> None:
+    """Grant roles of workers read and write access to the tables of the connected owner, future tables included.
 
-    Workers can only read the tables with the revisions of the schema. Does nothing on a server without these roles,
-    where one user is both owner and worker.
+    Workers can only read the tables with the revisions of the schema. Where one user is both owner and worker, no role
+    needs a grant.
+
+    Args:
+        cursor: cursor of the owner, in the database.
+        named: further roles. `hpsearch_worker` and `hpsearch_access` get access only to the tables and databases of
+            `hpsearch_owner`, because all databases of a server share these two roles.
+
+    Raises:
+        StorageError: a named role does not exist.
     """
-    rows, counters = "SELECT, INSERT, UPDATE, DELETE", "USAGE, SELECT, UPDATE"
+    from psycopg2 import sql
+
+    cursor.execute("SELECT rolname FROM pg_roles WHERE rolname = ANY(%s)", (list(named),))
+    if missing := sorted(set(named) - {role for (role,) in cursor.fetchall()}):
+        raise StorageError(f"--worker-role {missing[0]}: the server has no such role; create it with CREATE ROLE")
     cursor.execute(
-        "SELECT rolname FROM pg_roles WHERE rolname = ANY(%s) AND rolname <> current_user", ([WORKER, ACCESS],)
+        """
+        SELECT rolname, rolname = ANY(%(named)s) AND pg_has_role(datdba, 'USAGE'), datname, nspname
+          FROM pg_roles CROSS JOIN pg_database CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = relnamespace
+         WHERE datname = current_database() AND rolname <> current_user AND c.oid = 'studies'::regclass::oid
+           AND (rolname = ANY(%(named)s)
+                OR rolname = ANY(%(shared)s) AND %(owner)s IN (current_user, pg_get_userbyid(datdba)))
+        """,
+        {"named": list(named), "shared": [WORKER, ACCESS], "owner": OWNER},
     )
-    for (role,) in cursor.fetchall():
-        cursor.execute(
-            f"""
-            GRANT USAGE ON SCHEMA public TO {role};
-            GRANT {rows} ON ALL TABLES IN SCHEMA public TO {role};
-            GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {role};
-            ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {role};
-            ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {role};
-            REVOKE INSERT, UPDATE, DELETE ON {", ".join((*REVISION_TABLES, OPTUNA_VERSION_TABLE))} FROM {role};
-            """
-        )
+    for role, can_grant_connect, database, schema in cursor.fetchall():
+        names = {
+            name: sql.Identifier(value) for name, value in (("role", role), ("database", database), ("schema", schema))
+        }
+        cursor.execute(sql.SQL(_GRANT).format(**names))
+        if can_grant_connect:
+            cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {database} TO {role}").format(**names))
+    _protect_revisions(cursor)
+
+
+_GRANT = """
+    GRANT USAGE ON SCHEMA {schema} TO {role};
+    GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role};
+    GRANT USAGE, SELECT, UPDATE ON ALL SEQUENCES IN SCHEMA {schema} TO {role};
+    ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT SELECT, INSERT, UPDATE, DELETE ON TABLES TO {role};
+    ALTER DEFAULT PRIVILEGES IN SCHEMA {schema} GRANT USAGE, SELECT, UPDATE ON SEQUENCES TO {role};
+"""
+
+
+def _protect_revisions(cursor: Any) -> None:
+    """Let only the owner change the revisions; new tables have the default privileges of roles of earlier calls."""
+    cursor.execute(
+        """
+        SELECT DISTINCT c.oid::regclass::text, CASE grantee WHEN 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END
+          FROM pg_class c CROSS JOIN aclexplode(c.relacl)
+         WHERE c.oid = ANY(%s::regclass[]::oid[]) AND pg_has_role(c.relowner, 'USAGE')
+           AND grantee <> c.relowner AND privilege_type IN ('INSERT', 'UPDATE', 'DELETE')
+        """,
+        ([*REVISION_TABLES, OPTUNA_VERSION_TABLE],),
+    )
+    for table, grantee in cursor.fetchall():
+        cursor.execute(f"REVOKE INSERT, UPDATE, DELETE ON {table} FROM {grantee}")
+
+
+def find_shared_grantees(cursor: Any) -> set[str]:
+    """Return those of the roles `hpsearch_worker` and `hpsearch_access` that have grants for the owner's tables."""
+    cursor.execute(
+        """
+        SELECT rolname FROM pg_class c CROSS JOIN aclexplode(c.relacl) JOIN pg_roles ON pg_roles.oid = grantee
+         WHERE c.oid = to_regclass('studies')::oid AND rolname = ANY(%s) AND grantee <> c.relowner
+        """,
+        ([WORKER, ACCESS],),
+    )
+    return {role for (role,) in cursor.fetchall()}
+
+
+def find_open_database(cursor: Any) -> list[str]:
+    """Return a warning, with the remedy, if each role may connect to a database that has a role of workers."""
+    cursor.execute(
+        """
+        SELECT quote_ident(datname), string_agg(DISTINCT w.grantee::regrole::text, ', ')
+          FROM pg_database CROSS JOIN aclexplode(coalesce(datacl, acldefault('d', datdba))) a
+         CROSS JOIN pg_class c CROSS JOIN aclexplode(c.relacl) w
+         WHERE datname = current_database() AND a.grantee = 0::oid AND a.privilege_type = 'CONNECT'
+           AND c.oid = 'studies'::regclass::oid AND w.grantee <> c.relowner AND w.grantee <> 0::oid
+         GROUP BY datname
+        """
+    )
+    return [
+        f"each role of the server may connect to the database {name}; to permit only its workers, run as its owner: "
+        f"GRANT CONNECT ON DATABASE {name} TO {workers}; REVOKE CONNECT, TEMPORARY ON DATABASE {name} FROM PUBLIC"
+        for name, workers in cursor.fetchall()
+    ]
 
 
 def _make_role_url(admin_url: str, role: str, password: str, database: str) -> str:

@@ -9,7 +9,7 @@ OPTUNA_REVISION = "v3.2.0.a"
 ALEMBIC_TABLE = "alembic_version"
 
 # Head of the migrations in storage/database/migrations, and the table with the current revision.
-REVISION = "0015"
+REVISION = "0017"
 VERSION_TABLE = "hpsearch_alembic_version"
 REVISION_TABLES = (ALEMBIC_TABLE, VERSION_TABLE)
 OPTUNA_VERSION_TABLE = "version_info"  # the version of Optuna that created the tables

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+from optuna.distributions import BaseDistribution, json_to_distribution
 
 from hpsearch.storage.database.locks import format_timeouts
 
@@ -72,3 +75,21 @@ _SPECIAL = {"INF_POS": math.inf, "INF_NEG": -math.inf, "NAN": math.nan}
 def decode_value(value: float | None, kind: str) -> float:
     """Return the value that `encode_value` encoded."""
     return value if value is not None else _SPECIAL[kind]
+
+
+@lru_cache(maxsize=4096)
+def parse_distribution(text: str) -> BaseDistribution:
+    """Return the distribution of a JSON text. Trials share the returned object, so callers must not modify it."""
+    return json_to_distribution(text)
+
+
+def decode_param(value: float, text: str) -> tuple[Any, BaseDistribution] | None:
+    """Return the value and the distribution of a parameter; None if its row is damaged.
+
+    Any worker can write such rows. The trial then lacks the parameter, and the study stays readable.
+    """
+    try:
+        distribution = parse_distribution(text)
+        return distribution.to_external_repr(value), distribution
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None

@@ -157,9 +157,15 @@ def read_lock_holder(folder: Path) -> str:
 
 
 def make_clean_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that would override settings of Postgres programs."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
+    """Return the variables of this process's environment that Postgres programs need.
 
+    The others could override their settings (``PGOPTIONS``), or are secrets that their account may not read.
+    """
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
+    return kept | {"LC_ALL": "C"}
+
+
+_KEPT_VARIABLES = ("PATH", "TMPDIR", "TZ", "LD_", "DYLD_", "NSS_WRAPPER_")  # beginnings of names
 
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
 _SETTINGS = {
@@ -177,6 +183,7 @@ _STOP_TIMEOUT = 30.0
 _LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server
 _POLL = 0.03
 _REPORT_AFTER = 2.0
+QUICK_CONNECT_SECONDS = 2  # timeout of a connection before a wait is reported
 
 
 def make_database_url(
@@ -279,13 +286,17 @@ class EmbeddedPostgres:
         began, is_reported = time.monotonic(), False
         while (server := self.find_process()) is not None:
             port = self.read_port()
-            error = find_database_error(self.make_url(port)) if port else StorageError("it starts")
+            seconds = None if is_reported else QUICK_CONNECT_SECONDS
+            error = (
+                find_database_error(self.make_url(port), connect_seconds=seconds) if port else StorageError("it starts")
+            )
             if error is None:
                 return port
             waited = time.monotonic() - began
             if waited > _REPORT_AFTER and not is_reported:
                 is_reported = True
-                progress(f"waiting for Postgres (process {server.pid}): {format_error(error)}")
+                fault = f"it does not answer; see {self.log}" if "timeout" in str(error) else format_error(error)
+                progress(f"waiting for Postgres (process {server.pid}): {fault}")
             if waited > _ATTACH_TIMEOUT:
                 if has_answered(error):  # a restart would end the connections of others, and not help
                     raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")

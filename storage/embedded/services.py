@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from hpsearch.storage.database import roles
-from hpsearch.storage.database.connect import is_database_healthy, open_cursor
+from hpsearch.storage.database.connect import find_database_error, open_cursor
 from hpsearch.storage.database.mlflow_links import replace_address
 from hpsearch.storage.database.schema import CURRENT_SCHEMA_QUERY
 from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
@@ -153,17 +153,23 @@ class EmbeddedStack:
         tracking = self._url(roles.MLFLOW, self.state.mlflow_password, roles.MLFLOW_DATABASE)
         return roles.Databases(self.info.owner_url, self.info.storage_url, tracking)
 
-    def is_postgres_healthy(self, query: str = "SELECT true") -> bool:
-        """Return whether Postgres runs on its stored port, accepts the worker role, and returns true for `query`."""
+    def find_postgres_error(
+        self, query: str = "SELECT true", *, connect_seconds: int | None = None
+    ) -> Exception | None:
+        """Return why Postgres does not run on its stored port, accept the worker role and return true for `query`."""
         server, port = self.server, self.state.postgres.port
         if server is None or port is None or server.find_process() is None or server.read_port() != port:
-            return False
-        return is_database_healthy(self.info.storage_url, query)
+            return StorageError("Postgres does not run on its stored port")
+        return find_database_error(self.info.storage_url, query, connect_seconds=connect_seconds)
 
-    def is_up(self) -> bool:
-        """Return whether all services are healthy, and the tables have the revisions of this version of hpsearch."""
+    def is_up(self, *, connect_seconds: int | None = None) -> bool:
+        """Return whether all services are healthy, and the tables have the revisions of this version of hpsearch.
+
+        Args:
+            connect_seconds: timeout of the connection to Postgres; None for the usual one.
+        """
         return (
-            self.is_postgres_healthy(CURRENT_SCHEMA_QUERY)
+            self.find_postgres_error(CURRENT_SCHEMA_QUERY, connect_seconds=connect_seconds) is None
             and self.mlflow.has_current_token()
             and self.dashboard.has_current_token()
             and self.mlflow.record.is_of(self.home)
@@ -198,7 +204,7 @@ class EmbeddedStack:
         If Postgres is dead, only Postgres is restarted, because the other services may work as soon as it answers.
         """
         port = self.state.postgres.port
-        if port is None or not self.is_postgres_healthy():
+        if port is None or self.find_postgres_error() is not None:
             self.start_postgres(lambda _: None)
             return
         for service in (self.mlflow, self.dashboard):

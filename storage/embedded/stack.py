@@ -16,7 +16,9 @@ from typing import Literal
 
 import psutil
 
+from hpsearch.storage.database.connect import get_rejection
 from hpsearch.storage.database.roles import Databases
+from hpsearch.storage.embedded.postgres import QUICK_CONNECT_SECONDS
 from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
 from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
@@ -72,13 +74,15 @@ def up(
     """
     home = prepare_home(str(home))
     _send_token(home)
-    if needs_token is None and (running := find_running(home)):
+    if needs_token is None and (running := find_running(home, connect_seconds=QUICK_CONNECT_SECONDS)):
         return running
     require_server_packages()
     with _lock_stack(home, progress, dashboard) as stack:
         if needs_token is not None:
             stack.state.needs_token = needs_token
-        if not stack.is_up():  # another command may have started the stack while this one waited for the lock
+        if not stack.is_up(
+            connect_seconds=QUICK_CONNECT_SECONDS
+        ):  # another command may have started the stack while this one waited for the lock
             stack.start(progress)
         return stack.info
 
@@ -143,10 +147,15 @@ def down(home: Path) -> list[str]:
         return stack.stop()
 
 
-def find_running(home: Path) -> StackInfo | None:
-    """Return the addresses of the stack in `home` if all its services are healthy, else None; start no service."""
+def find_running(home: Path, *, connect_seconds: int | None = None) -> StackInfo | None:
+    """Return the addresses of the stack in `home` if all its services are healthy, else None; start no service.
+
+    Args:
+        home: home folder of the stack.
+        connect_seconds: timeout of the connection to Postgres; None for the usual one.
+    """
     stack = _load_stack(home)
-    return stack.info if stack is not None and stack.is_up() else None
+    return stack.info if stack is not None and stack.is_up(connect_seconds=connect_seconds) else None
 
 
 def read_status(home: Path) -> list[ServiceStatus]:
@@ -162,7 +171,9 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     url = f"postgresql://{LOOPBACK}:{record.port}" if record.port else None
     if (process := server.find_process()) is None:
         return _make_stopped_status(stack.home, "Postgres", url, record, server.log, detail)
-    if not stack.is_postgres_healthy():
+    if (error := stack.find_postgres_error()) is not None:
+        if (why := get_rejection(error)) is not None:
+            return ServiceStatus("Postgres", "running", url, process.pid, f"it rejects connections: {why}")
         return _make_silent_status("Postgres", url, process, server.log)
     return ServiceStatus("Postgres", "running", url, process.pid, detail)
 

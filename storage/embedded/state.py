@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -102,11 +103,19 @@ def is_port_free(port: int) -> bool:
         return True
 
 
-def choose_port(preferred: int | None, *, wait_seconds: float = 0.0) -> int:
-    """Return the preferred port if it is free or becomes free within `wait_seconds`, else another free port."""
+def choose_port(preferred: int | None, *, wait_seconds: float = 0.0, excluded: Container[int] = ()) -> int:
+    """Return the preferred port if it is free or becomes free within `wait_seconds`, else another free port.
+
+    Args:
+        preferred: port to try first; None if there is none.
+        wait_seconds: time in which the preferred port may become free.
+        excluded: ports that are returned only if they are preferred.
+    """
     if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
         return preferred
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        port: int = listener.getsockname()[1]
-        return port
+    while True:
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            port: int = listener.getsockname()[1]
+        if port not in excluded:
+            return port

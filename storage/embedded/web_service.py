@@ -156,9 +156,20 @@ class WebService:
         ]
         return [main, *(other for other in marked if other != main)] if main else marked
 
+    def _should_keep_port(self) -> bool:
+        """Return whether the next start uses the last port: after a crash, because running workers have the address.
+
+        After a stop or a reboot, another user may have used the port. A service worker of a page of this user would
+        remain in the owner's browser, and read the token and all pages at the address.
+        """
+        last = self.record.process
+        return last is not None and last.started > psutil.boot_time()
+
     def _restart(self) -> None:
+        used = {self.record.port or 0, *self.record.former_ports}
+        preferred = self.record.port if self._should_keep_port() else None
         # The port of a killed process may stay bound for a moment.
-        port = ports.choose_port(self.record.port, wait_seconds=2.0 if self.stop() else 0.0)
+        port = ports.choose_port(preferred, wait_seconds=2.0 if self.stop() else 0.0, excluded=used)
         if self.record.port not in {None, port}:
             # Running clients have this address, and must not trust another user's process that has taken it.
             former = [known for known in self.record.former_ports if known != port]

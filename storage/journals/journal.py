@@ -126,6 +126,11 @@ class Journal:
         self._has_warned = False
 
     @property
+    def trial_number(self) -> str:
+        """The trial's number, as in the journal's name."""
+        return self.name.partition("-")[0]
+
+    @property
     def is_fully_consumed(self) -> bool:
         """Whether every consumer has finished with the journal."""
         return all(cursor.position.is_consumed for cursor in self.cursors.values())

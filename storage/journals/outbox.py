@@ -99,6 +99,10 @@ class Outbox:
         """Return the number of journals, including those of running trials."""
         return len(self._folders())
 
+    def find_trial_numbers(self) -> set[str]:
+        """Return the numbers of the trials that have journals, including running trials, as in the journals' names."""
+        return {folder.name.partition("-")[0] for folder in self._folders()}
+
     def has_journal(self, prefix: str) -> bool:
         """Return whether the outbox contains a journal whose name begins with `prefix`."""
         return any(folder.name.startswith(prefix) for folder in self._folders())

@@ -40,7 +40,7 @@ class Sender:
             for consumer in consumers
         ]
         self._removing = 0  # fully consumed journals whose removal is in progress
-        self.sent_journals = 0  # fully consumed and removed journals
+        self.sent_trial_numbers: set[str] = set()  # trials with fully consumed and removed journals
 
     @property
     def unavailable_reason(self) -> str | None:
@@ -90,20 +90,20 @@ class Sender:
         *,
         startup_seconds: float = 0.0,
     ) -> int:
-        """Wait until every consumer has stored all journals, and return the number of journals that are left.
+        """Wait until every consumer has stored all journals, and return the number of trials whose journals are left.
 
         The method does not wait for a service that stays unavailable. The next worker on this machine, or
         `hpsearch sync`, then sends the remaining journals.
 
         Args:
             timeout_seconds: the longest time to wait.
-            on_progress: a function that is called with the number of sent journals and the number of journals left.
+            on_progress: a function that is called with the number of sent trials and the number of trials left.
             startup_seconds: the time to wait for a service that does not answer, because it may be starting.
         """
         began = time.monotonic()
         deadline = began + timeout_seconds
         with self._changed:
-            sent_before, rounds_before = self.sent_journals, [thread.round_count for thread in self._threads]
+            rounds_before = [thread.round_count for thread in self._threads]
             self._next_scan = time.monotonic()
             for thread in self._threads:
                 thread.next_round = time.monotonic()
@@ -117,11 +117,12 @@ class Sender:
                 if all(are_drained) and not self._removing:
                     break
                 self._changed.wait(min(deadline - time.monotonic(), 1.0))
-                on_progress(self.sent_journals - sent_before, self._count_pending())
-            return self._count_pending()
+                pending = self._find_pending_trials()
+                on_progress(len(self.sent_trial_numbers - pending), len(pending))
+            return len(self._find_pending_trials())
 
-    def _count_pending(self) -> int:
-        return len({id(cursor.journal) for thread in self._threads for cursor in thread.cursors})
+    def _find_pending_trials(self) -> set[str]:
+        return {cursor.journal.trial_number for thread in self._threads for cursor in thread.cursors}
 
     def close(self) -> None:
         """Stop sending after the requests in flight; other processes send the remaining records."""
@@ -193,7 +194,7 @@ class Sender:
         journal.remove()
         with self._changed:
             self._removing -= 1
-            self.sent_journals += 1
+            self.sent_trial_numbers.add(journal.trial_number)
             self._changed.notify_all()
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import tenacity
+
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, list_model_ids
-from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
+from hpsearch.storage.mlflow.health import get_or_none, is_unreachable, iterate_pages, mlflow_request
 from hpsearch.storage.mlflow.locations import check_id, check_removable
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
+    from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 CHECKPOINT_FOLDER = "checkpoints"  # the artifact folder with the best weights of a run
 
@@ -74,10 +77,19 @@ class RunStorage:
             run = self._client.get_run(usage.run_id)
             if usage.model_id and (model := get_or_none(self._client.get_logged_model, usage.model_id)):
                 self._remove_files(str(model.artifact_location), usage.model_id)
-                self._client.delete_logged_model(usage.model_id)
+                get_or_none(self._client.delete_logged_model, usage.model_id)
             if usage.checkpoint_bytes:
                 self._remove_files(str(run.info.artifact_uri), usage.run_id, path=CHECKPOINT_FOLDER)
-            self._client.set_tag(usage.run_id, tag_names.REMOVED, "model and checkpoint")
+            self._mark_as_removed(usage.run_id)
+
+    def _mark_as_removed(self, run_id: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.set_tag(run_id, tag_names.REMOVED, "model and checkpoint")
+        except MlflowException:  # MLflow's server rejects one of two requests that set a new tag at the same time
+            if tag_names.REMOVED not in self._client.get_run(run_id).data.tags:
+                raise
 
     def _remove_files(self, location: str, owner_id: str, path: str | None = None) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -86,7 +98,24 @@ class RunStorage:
         check_removable(location, self._tracking.uri)
         if check_id(owner_id) not in location.split("/"):
             raise StorageError(f"artifact location {location} does not contain the id {owner_id}; nothing is removed")
-        get_artifact_repository(location, tracking_uri=self._tracking.uri).delete_artifacts(path)
+        _delete(get_artifact_repository(location, tracking_uri=self._tracking.uri), path)
+
+
+def _is_server_error(error: BaseException) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    return isinstance(error, MlflowException) and not is_unreachable(error)
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception(_is_server_error),
+    stop=tenacity.stop_after_attempt(5),
+    wait=tenacity.wait_random(min=0.1, max=1.0),
+    reraise=True,
+)
+def _delete(repository: ArtifactRepository, path: str | None) -> None:
+    """Delete files; try again, because MLflow's server fails if another command deletes a file at the same time."""
+    repository.delete_artifacts(path)
 
 
 def _compute_bytes(list_files: Any, owner_id: str, path: str | None = None) -> int:

@@ -6,6 +6,7 @@ import base64
 import http.client
 import os
 import re
+import shlex
 import ssl
 import urllib.error
 import urllib.request
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from hpsearch.causes import iterate_causes
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
-from hpsearch.storage.mlflow.credentials import check_credentials
+from hpsearch.storage.mlflow.credentials import check_credentials, is_configured
 from hpsearch.storage.web.connections import OwnServerHandler
 from hpsearch.storage.web.token import find_request_token, is_embedded
 
@@ -63,6 +64,8 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     except urllib.error.HTTPError as error:
         if error.code == 401:
             remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        elif error.code < 400:
+            remedy = f"hpsearch follows redirects of a configured server only; set --tracking-uri {shlex.quote(shown)}"
         error_type = TrackingUnavailableError if error.code >= 500 else StorageError
         raise error_type(f"{setting} {shown}: the server answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError, http.client.IncompleteRead) as error:  # also RemoteDisconnected, an OSError
@@ -70,6 +73,13 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         raise TrackingUnavailableError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
     except http.client.HTTPException:  # another protocol
         raise StorageError(f"{setting} {shown} is not an MLflow server; {remedy}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Handler that makes a redirect an HTTPError."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 def _get(uri: str, path: str) -> Any:
@@ -90,6 +100,8 @@ def _get(uri: str, path: str) -> Any:
     authority = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
     context = ssl.create_default_context(cafile=authority) if authority else None
     handlers.append(urllib.request.HTTPSHandler(context=context))
+    if not is_configured(uri):
+        handlers.append(_NoRedirects())
     return urllib.request.build_opener(*handlers).open(request, timeout=5)
 
 

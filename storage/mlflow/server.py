@@ -6,6 +6,8 @@ server.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 from http import HTTPStatus
@@ -30,8 +32,23 @@ _DISABLED = re.compile(
 _REFERENCES = ("mlflow-artifacts", "models", "runs")  # schemes of locations below that of the server
 _DISABLED_TEXT = b"hpsearch disables this feature of MLflow.\n"
 # The assistant's panel would open at the first visit, and cover a quarter of the page.
-_HIDE_ASSISTANT = b"""<script>localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")</script>
-<style>[data-assistant-ui] { display: none !important }</style></head>"""
+_HIDING_SCRIPT = b'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
+_HIDE_ASSISTANT = (
+    b"<script>" + _HIDING_SCRIPT + b"</script><style>[data-assistant-ui] { display: none !important }</style></head>"
+)
+_HASHES = (
+    base64.b64encode(hashlib.sha256(_HIDING_SCRIPT).digest()).decode(),
+    # The script of hpsearch's report, without and with a Pareto front, so that the view of artifacts draws its figures.
+    "HrpfMn/nTUqg3P07RIaMd0UseK0rOp82+Q8Zr/+V3dI=",
+    "e2eplmLFDbf+Lg5moFdRc0xN9jVDbtiClfkmw5ulR30=",
+)
+# MLflow's pages have inline styles, plots with images from data URLs, and views of artifacts from blob URLs.
+_SCRIPTS = " ".join(f"'sha256-{each}'" for each in _HASHES)
+PAGE_POLICY = (
+    f"default-src 'self'; script-src 'self' {_SCRIPTS}; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; "
+    "frame-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
 _UPLOAD_TEXT = b"Upload to the artifacts of a run, model or trace: EXPERIMENT/RUN/artifacts/FILE.\n"
 
 
@@ -74,7 +91,26 @@ def create_app() -> Asgi:
     pages.after_request(_hide_assistant)
     restrict_locations(os.environ.get(_DESTINATION, ""))
     origins = [origin.strip() for origin in os.environ.get(_ORIGINS, "").split(",") if origin.strip()]
-    return guard_asgi(app, _MlflowGuard(token or None, origins))
+    return guard_asgi(_add_policy(app), _MlflowGuard(token or None, origins))
+
+
+def _add_policy(app: Asgi) -> Asgi:
+    """Wrap MLflow's application so that browsers run only its own scripts: none in tags, notes and artifacts."""
+
+    async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        async def send_with_policy(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                headers = dict(message["headers"])
+                headers[b"content-security-policy"] = PAGE_POLICY.encode()
+                is_artifact = headers.get(b"content-disposition", b"").startswith(b"attachment")
+                if is_artifact and b"script" in headers.get(b"content-type", b""):
+                    headers[b"content-type"] = b"application/octet-stream"
+                message["headers"] = list(headers.items())
+            await send(message)
+
+        await app(scope, receive, send_with_policy)
+
+    return answer
 
 
 def _hide_assistant(response: Any) -> Any:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.distributions import BaseDistribution, json_to_distribution
+from optuna.distributions import BaseDistribution
 
 from hpsearch.storage.attributes import CONFIG_SCHEDULE
 from hpsearch.storage.checkpoints.pointers import copy_pointers
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.database.trial_rows import decode_param
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def decide_generation(connection: sa.Connection, study_id: int, epochs: Sequence
     started: dict[int, dict[str, Any]] = defaultdict(dict)
     distributions = {}  # also of trials that have left the population, whose conditional parameters may be copied
     for param in connection.execute(_SELECT_PARAMS, {"study": study_id}):
-        distributions[param.param_name] = distribution = json_to_distribution(param.distribution_json)
-        started[param.trial_id][param.param_name] = distribution.to_external_repr(param.param_value)
+        if (found := decode_param(param.param_value, param.distribution_json)) is not None:
+            started[param.trial_id][param.param_name], distributions[param.param_name] = found
     schedules = {
         row.number: json.loads(row.schedule or "null")
         or [{"epoch": 0, "trial": row.number, "params": started[row.trial_id]}]

@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.attributes import decode_attr
 from hpsearch.storage.database.statements import Database, Rows
-from hpsearch.storage.database.trial_rows import decode_value
+from hpsearch.storage.database.trial_rows import decode_param, decode_value
 from hpsearch.storage.study_storage.studies import require_study
 
 STATE_BY_NAME = {state.name: state for state in TrialState}
@@ -41,12 +39,6 @@ def local_to_utc(local: datetime | None) -> datetime | None:
 def utc_to_local(utc: datetime | None) -> datetime | None:
     """Convert the naive UTC of the tables to Optuna's naive local time."""
     return None if utc is None else utc.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
-
-
-@lru_cache(maxsize=4096)
-def parse_distribution(text: str) -> BaseDistribution:
-    """Return the distribution of a JSON text. Trials share the returned object, so callers must not modify it."""
-    return json_to_distribution(text)
 
 
 def make_bare_trial(row: Any) -> FrozenTrial:
@@ -282,8 +274,8 @@ def merge_row(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial
     params = dict(known.params) if known else {}
     distributions = dict(known.distributions) if known else {}
     for name, value, text in zip(row.param_names or (), row.param_values or (), row.distributions or (), strict=True):
-        distributions[name] = parse_distribution(text)
-        params[name] = distributions[name].to_external_repr(value)
+        if (found := decode_param(value, text)) is not None:
+            params[name], distributions[name] = found
     steps = dict(known.intermediate_values) if known else {}
     for step, value, kind in zip(row.steps or (), row.step_values or (), row.step_kinds or (), strict=True):
         steps[step] = decode_value(value, kind)
@@ -347,10 +339,8 @@ def _fill_values_and_attrs(database: Database, trials: dict[int, FrozenTrial], o
         return database.fetch_rows(_FINISHED_DETAILS.format(table=table, order=order, columns=columns), of)
 
     for trial_id, name, value, text in fetch("trial_params", "param_id", "param_name, param_value, distribution_json"):
-        if trial_id in trials:
-            trial, distribution = trials[trial_id], parse_distribution(text)
-            trial._params[name] = distribution.to_external_repr(value)
-            trial._distributions[name] = distribution
+        if trial_id in trials and (found := decode_param(value, text)) is not None:
+            trials[trial_id]._params[name], trials[trial_id]._distributions[name] = found
     columns = "step, intermediate_value, intermediate_value_type"
     for trial_id, step, value, kind in fetch("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:

@@ -20,12 +20,12 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.database.trial_rows import decode_param
 from hpsearch.storage.study_storage import creating, studies, writing
 from hpsearch.storage.study_storage.cache import StudyCache
 from hpsearch.storage.study_storage.reading import (
     FINISHED_STATES,
     copy_trial,
-    parse_distribution,
     read_in_states,
     read_trial,
     utc_now,
@@ -83,7 +83,7 @@ def open_storage(
 
 
 _FIRST_DISTRIBUTION = """
-    SELECT p.distribution_json FROM trial_params p JOIN trials t ON t.trial_id = p.trial_id
+    SELECT p.param_value, p.distribution_json FROM trial_params p JOIN trials t ON t.trial_id = p.trial_id
      WHERE t.study_id = :study_id AND p.param_name = :name LIMIT 1
 """
 
@@ -442,6 +442,6 @@ class PostgresStorage(BaseStorage):
         known = self._cache(study_id).distributions
         if name not in known:
             rows = self._database.fetch_rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
-            if rows:
-                known[name] = parse_distribution(rows[0].distribution_json)
+            if rows and (found := decode_param(rows[0].param_value, rows[0].distribution_json)) is not None:
+                known[name] = found[1]
         return known.get(name)

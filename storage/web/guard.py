@@ -2,7 +2,9 @@
 
 A program sends the token as ``Authorization: Bearer TOKEN``. A browser opens a link with ``?token=TOKEN`` once, and
 receives a cookie. All servers on 127.0.0.1 share cookies, whatever their ports are. Requests with a cookie are
-therefore accepted only from the service's own pages and for links, by the header Sec-Fetch-Site of the browser.
+therefore accepted only from the service's own pages and for links, by the header Sec-Fetch-Site of the browser, and on
+Linux only from processes of the user whose browser received the cookie. Behind a proxy, or a port that ssh forwards,
+all browsers have the same user, who is unknown or that of the ssh server.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+from hpsearch.storage.sockets import LOOPBACK, find_client_user
 from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
 
 _COOKIE_SECONDS = 30 * 24 * 3600
 _HEALTH_PATH = "/health"
 _BEARER = "bearer "
+_FORWARDED = "x-forwarded-for"  # uvicorn takes the address of the client from it
 
 # The browser omits a SameSite=Strict cookie when the user opens a link in another site's page or in a local file, such
 # as a report. The script repeats the request from this page, which includes the cookie.
@@ -38,17 +42,24 @@ _SIGN_IN_TEXT = (
     b"The token is missing or not valid: send the header Authorization: Bearer TOKEN, or open a link of hpsearch up.\n"
 )
 _FOREIGN_TEXT = b"This service rejects requests of other web sites.\n"
+_WORKER_TEXT = b"This service has no service workers.\n"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Parts of an HTTP request that decide on access; the names of headers are in lower case."""
+    """Parts of an HTTP request that decide on access.
+
+    Attributes:
+        headers: values by name in lower case.
+        ports: ports of the server and of the client if both are on 127.0.0.1; None otherwise.
+    """
 
     method: str
     scheme: str
     path: str
     query: str
     headers: Mapping[str, str]
+    ports: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,8 @@ class Guard:
         """Return the reply to a request that is not accepted; None if the application may answer."""
         if self._is_foreign(request):
             return make_reply(HTTPStatus.FORBIDDEN, _FOREIGN_TEXT)
+        if request.headers.get("service-worker") == "script":  # the services have none; it could be an artifact
+            return make_reply(HTTPStatus.FORBIDDEN, _WORKER_TEXT)
         if request.path == _HEALTH_PATH:  # needs no token
             return make_reply(HTTPStatus.OK, b"OK\n") if self.answers_health else None
         if self.token is None:
@@ -86,7 +99,7 @@ class Guard:
         if authorization.lower().startswith(_BEARER):
             is_valid = _equals(authorization[len(_BEARER) :].strip(), self.token)
             return None if is_valid else make_reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_TEXT)
-        has_cookie = _equals(self._read_cookie(request), derive(self.token, "cookie"))
+        has_cookie = _equals(self._read_cookie(request), self._make_cookie(request))
         pairs = parse_qsl(request.query, keep_blank_values=True)
         given = [value for name, value in pairs if name == TOKEN_PARAMETER]
         if given and request.method == "GET" and (has_cookie or _equals(given[0], self.token)):
@@ -105,6 +118,12 @@ class Guard:
     def _cookie_name(self) -> str:
         return f"hpsearch-{derive(self.token or '', 'cookie name')[:8]}"
 
+    def _make_cookie(self, request: Request) -> str:
+        # Programs of other users receive the cookie if a page in the browser uses their port.
+        ports = None if _FORWARDED in request.headers else request.ports
+        user = None if ports is None else find_client_user(*ports)
+        return derive(self.token or "", f"cookie of {user}")
+
     def _read_cookie(self, request: Request) -> str:
         try:
             cookies: SimpleCookie = SimpleCookie(request.headers.get("cookie", ""))
@@ -117,7 +136,7 @@ class Guard:
         # A path with two leading slashes would be the address of another server; browsers ignore tabs between them.
         target = quote("/" + request.path.lstrip("/\\\t\r\n ")) + (f"?{urlencode(pairs)}" if pairs else "")
         secure = "; Secure" if request.scheme == "https" else ""
-        cookie = f"{self._cookie_name()}={derive(self.token or '', 'cookie')}; Path=/; Max-Age={_COOKIE_SECONDS}"
+        cookie = f"{self._cookie_name()}={self._make_cookie(request)}; Path=/; Max-Age={_COOKIE_SECONDS}"
         headers = [("Location", target), ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict{secure}")]
         return make_reply(HTTPStatus.SEE_OTHER, headers=headers)
 
@@ -155,6 +174,12 @@ _Send = Callable[[dict[str, Any]], Awaitable[None]]
 Asgi = Callable[[dict[str, Any], _Receive, _Send], Awaitable[None]]
 
 
+def _find_ports(client: Sequence[Any], server_port: Any) -> tuple[int, int] | None:
+    """Return the ports of the server and the client of a connection on 127.0.0.1; None for other connections."""
+    host, port = client
+    return (int(server_port), int(port)) if host == LOOPBACK and port and server_port else None
+
+
 def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
     """Wrap a WSGI application with a guard."""
 
@@ -166,6 +191,7 @@ def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
             environ.get("PATH_INFO", ""),
             environ.get("QUERY_STRING", ""),
             headers,
+            _find_ports((environ.get("REMOTE_ADDR"), environ.get("REMOTE_PORT")), environ.get("SERVER_PORT")),
         )
         if (reply := guard.check(request)) is None:
             return app(environ, start_response)
@@ -185,7 +211,8 @@ def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
             return await send({"type": "websocket.close", "code": 1008})
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         query = scope["query_string"].decode("latin-1")
-        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers))
+        ports = _find_ports(scope.get("client") or (None, None), (scope.get("server") or (None, None))[1])
+        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers, ports))
         if reply is None:
             return await app(scope, receive, send)
         encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers]

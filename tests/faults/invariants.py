@@ -149,7 +149,7 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     names = ("last.pt", "previous.pt", "shards", ".*")
     local = [path for name in names for path in (home / "runs").glob(f"*/*/{name}")]
     left = [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
-    assert not left, "local files that only an unfinished trial would need"
+    assert not left, f"local files that only an unfinished trial would need: {left}"
 
 
 def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models: Container[int] = ()) -> None:

@@ -156,6 +156,7 @@ def test_a_rank_dies_before_rank_0_broadcasts_the_trial(arena: Arena, together: 
     assert (trial.state, trial.outcomes) == ("COMPLETE", ["lost", "complete"]), arena.describe_failure("")
 
 
+@pytest.mark.soak
 def test_an_exception_on_one_rank_ends_the_trial_on_all_with_its_reason(
     arena: Arena, together: dict[int, Values]
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_worker_that_lost_its_trial_abandons_it_on_all_ranks(arena: Arena, tog
     assert_no_process_left(arena)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "target", [pytest.param("worker", marks=pytest.mark.soak), pytest.param("rank 0", marks=pytest.mark.soak), "rank 1"]
 )

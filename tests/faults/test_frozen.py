@@ -80,6 +80,7 @@ def test_a_worker_that_freezes_during_a_claim_blocks_no_other(
     assert [t.outcomes for t in trials] == [["complete"]] * 3
 
 
+@pytest.mark.soak
 def test_a_lease_is_renewed_during_an_epoch_longer_than_the_lease(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_lease_is_renewed_during_an_epoch_longer_than_the_lease(
     assert (trials[0].attempts[0].ended - trials[0].attempts[0].started).total_seconds() > LEASE
 
 
+@pytest.mark.soak
 def test_a_wrong_clock_of_a_worker_is_harmless(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
     """Leases and times of attempts use the database's clock, so that a wrong local clock takes no trial.
 

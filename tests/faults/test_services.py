@@ -70,6 +70,7 @@ def test_an_outage_of_mlflow_loses_nothing(arena: Arena, undisturbed: Callable[[
     assert_tracked(direct, arena.name, trials)
 
 
+@pytest.mark.soak
 def test_trials_that_end_during_an_outage_of_mlflow_are_sent_later(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

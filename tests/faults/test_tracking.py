@@ -78,6 +78,7 @@ def test_an_outage_of_mlflow_during_half_of_a_search_loses_nothing(
     assert_tracked(server.uri, arena.name, trials, models=range(6))
 
 
+@pytest.mark.soak
 def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_search_that_starts_without_mlflow_sends_its_records_later(arena: Aren
     assert_tracked(direct, arena.name, trials, models=range(2))
 
 
+@pytest.mark.soak
 def test_workers_that_start_together_create_one_parent_run(arena: Arena, undisturbed: Undisturbed) -> None:
     """Their study was created during an outage of MLflow, so it has no run yet."""
     with wire(arena.tracking_uri) as (line, uri):

@@ -78,6 +78,8 @@ def become(command: dict[str, Any]) -> None:
             `input` and `log`. With `puppet` it obeys orders. Otherwise it is a command of hpsearch, or of Python:
             `-c` and a program, or a file.
     """
+    if not command["puppet"] and not command["start"][0].endswith((".py", "-c", "undisturbed")):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # like ./hpsearch; the command unblocks it
     try:
         os.setsid()
         logging.getLogger().handlers.clear()  # a loaded library adds handlers, which a new interpreter does not have

@@ -117,7 +117,7 @@ HOMES = [
     (_of_root, "is not writable for this user"),
     (_link_to_folder_of_another_user, f"belongs to uid {UID - 1}"),
     (_file_as_logs, "'logs' cannot be a private folder"),
-    (_folder_as_state, "Is a directory"),
+    (_folder_as_state, "it is not a regular file"),
     (_folder_as_lock, "Is a directory"),
     (_unreadable_state, "Permission denied"),
     (_below_a_file, "cannot be created (File exists)"),

@@ -77,6 +77,7 @@ def test_no_paragraph_is_in_two_splits_or_of_two_topics():
     assert len(set.union(*ids)) == sum(map(len, ids))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_no_scaffold_and_no_molecule_is_in_two_splits():
     graphs, areas, scaffolds = module_of_molecules.load_molecules()

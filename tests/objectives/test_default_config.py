@@ -5,7 +5,7 @@ import math
 import optuna
 import pytest
 
-from hpsearch import LoopObjective, ObjectiveError, TrainConfig
+from hpsearch import ObjectiveError, TrainConfig
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.search.study.preflight import check_objective_code
 from tests.factories import spec_of
@@ -56,29 +56,6 @@ def _of_a_study(_self, trial):
 def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(objective_with):
     with pytest.raises(ObjectiveError, match=r"\.suggest: .*test_default_config.py:\d+: AttributeError: .* 'study'"):
         check_objective_code(objective_with(suggest=_of_a_study), spec_of(name="none"))
-
-
-class Loop(LoopObjective):
-    metric = "accuracy"
-
-    def suggest(self, trial):
-        return {"lr": trial.suggest_float("lr", 1e-4, 1e-2)}
-
-
-class Coroutine(Loop):
-    async def run(self, trial):
-        """Do nothing."""
-
-
-class Generator(Loop):
-    def run(self, trial):
-        yield trial
-
-
-@pytest.mark.parametrize("objective", [Coroutine(), Generator()])
-def test_a_loop_that_a_call_does_not_execute_is_found_before_the_study_exists(objective):
-    with pytest.raises(ObjectiveError, match=r"\.run trains nothing, because it is a coroutine or a generator"):
-        check_objective_code(objective, spec_of(name="none"))
 
 
 @pytest.mark.parametrize(

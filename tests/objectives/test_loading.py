@@ -54,6 +54,16 @@ def test_a_built_in_objective_loads_and_keeps_its_name(name):
     assert objective.name == name == objective_reference(name)
 
 
+def test_generators_that_hpsearch_iterates_and_overridden_ones_are_accepted(write):
+    body = """
+    def parameter_groups(self, model, config):
+        yield {"params": model.parameters()}
+"""
+    base = "from hpsearch import Objective\nclass Base(Objective):\n    def data(self, seed): yield\n"
+    text = base + GOOD.format(name="Mine").replace("(Objective)", "(Base)") + body
+    assert type(load_objective(str(write("mine.py", text)) + ":Mine")).__name__ == "Mine"
+
+
 def test_a_file_loads_with_and_without_its_class(write):
     path = write("mine.py", GOOD.format(name="Mine"))
     for reference in ("mine.py", "mine.py:Mine", "./mine.py", str(path), f"{path}:Mine"):
@@ -280,6 +290,17 @@ def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
         (r"directions = {'a\n': 'maximize'}", r"Mine.directions: 'a\\n' contains control characters"),
         ("epochs = 0", "Mine.epochs must be an integer of at least 1, not 0"),
         ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
+        (
+            "async def on_epoch(self, *_): ...",
+            "Mine.on_epoch is a coroutine or a generator, which hpsearch does not execute",
+        ),
+        (
+            "def prepare(self, folder): yield",
+            "Mine.prepare is a coroutine or a generator, which hpsearch does not execute",
+        ),
+        ("async def evaluate(self, *_): yield", "Mine.evaluate is a coroutine or a generator, which hpsearch"),
+        ("@staticmethod\n    async def evaluate(*_): ...", "Mine.evaluate is a coroutine or a generator"),
+        ("@classmethod\n    def prepare(cls, folder): yield", "Mine.prepare is a coroutine or a generator"),
         ("n_trials = property(lambda self: {}['TRIALS'])", r"Mine: mine.py:\d+: KeyError: 'TRIALS'"),
     ],
 )

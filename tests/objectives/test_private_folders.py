@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.private_folders import open_private_folder, use_private_compiler_cache
+from hpsearch.objectives.private_folders import (
+    find_temporary_folder,
+    open_private_folder,
+    use_private_compiler_cache,
+)
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 OTHER_UID = 65534
@@ -44,6 +48,24 @@ def test_a_folder_of_another_user_is_rejected(home: Path, part: str) -> None:
     folder.symlink_to(home.parent / "moved")
     with pytest.raises(ObjectiveError, match="belongs to uid"):
         open_private_folder("prepared")
+
+
+@pytest.mark.parametrize(("mode", "is_private"), [(0o777, True), (0o1777, False), (0o700, False)])
+def test_a_temporary_folder_in_which_others_may_rename_files_is_not_used(
+    home: Path, monkeypatch: pytest.MonkeyPatch, mode: int, *, is_private: bool
+) -> None:
+    """Another user could replace folders in it, also private ones."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # others cannot reach the folders of pytest
+        Path(shared).chmod(mode)
+        monkeypatch.setattr(tempfile, "tempdir", shared)
+        assert find_temporary_folder() == (home / "tmp" if is_private else Path(shared))
+        assert not list(Path(shared).iterdir())
+        if is_private:
+            (home / "tmp").rmdir()
+            home.rmdir()
+            home.touch()  # no folder can be created in it
+            with pytest.raises(ObjectiveError, match=r"set TMPDIR to a folder that only you can write to$"):
+                find_temporary_folder()
 
 
 def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(

@@ -189,3 +189,8 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> 
     os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="it is not a regular file"):
         read_own_text(tmp_path / name)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=rf"it is not a regular file: '{tmp_path}'"):
+        read_own_text(tmp_path)

@@ -123,6 +123,7 @@ def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
 _DOCS = Path(__file__).parents[2] / "docs/metrics"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 def test_prometheus_answers_all_queries_of_the_dashboard_and_loads_the_alerts(port: int, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_a_package_that_was_replaced_on_its_index_is_not_installed(
     assert {"torch-2.13.0", "honest-1.0"} <= there(clone)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("installer", INSTALLERS)
 def test_no_package_is_built_before_its_hash_is_compared(clone: Clone, tmp_path: Path, installer: str) -> None:
     """A build runs the code of the package."""
@@ -61,6 +62,7 @@ def test_uv_reads_no_settings_of_folders_above(clone: Clone, tmp_path: Path) -> 
     assert (done.returncode, "uv.toml" in done.stderr) == (0, False), done.stderr
 
 
+@pytest.mark.soak
 def test_a_cache_of_uv_that_others_can_write_to_is_not_used(clone: Clone, tmp_path: Path) -> None:
     """Uv does not verify packages from its cache."""
     cache = tmp_path / "shared" / "uv"
@@ -75,6 +77,7 @@ def test_a_cache_of_uv_that_others_can_write_to_is_not_used(clone: Clone, tmp_pa
     assert (clone.venv / "cache").is_dir()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", [pytest.param("torch", marks=pytest.mark.soak), "uv"])
 def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) -> None:
     """Without uv on PATH, the wrapper downloads the pinned one, and never runs another."""
@@ -90,6 +93,7 @@ def test_uv_from_the_index_is_verified(clone: Clone, tmp_path: Path, name: str) 
     assert (clone.venv / "installer" / "uv.py").exists() == (name != "uv")
 
 
+@pytest.mark.soak
 def test_a_private_package_is_not_replaced_by_a_newer_one_of_the_public_index(clone: Clone, tmp_path: Path) -> None:
     """Dependency confusion: anyone can register the name of a private package on the public index."""
 
@@ -112,6 +116,7 @@ def test_a_private_package_is_not_replaced_by_a_newer_one_of_the_public_index(cl
     assert {"inhouse-1.0", "mirrored-2.0"} <= there(clone), "versions that the private index lacks come from the other"
 
 
+@pytest.mark.soak
 def test_a_build_of_torch_without_hashes_is_named(clone: Clone, tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     clone.require(make_wheel(folder, "torch", "2.13.0"), make_wheel(folder, "honest"))
@@ -123,6 +128,7 @@ def test_a_build_of_torch_without_hashes_is_named(clone: Clone, tmp_path: Path) 
     assert there(clone) >= {"torch-2.13.0", "honest-1.0"}
 
 
+@pytest.mark.soak
 def test_requirements_are_printed_with_hashes_for_other_installers(clone: Clone, tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, "honest")
     clone.require(wheel)

@@ -123,6 +123,7 @@ def test_two_concurrent_first_calls_install_once(clone: Clone) -> None:
     assert sum("installed in" in stderr for _, stderr in outputs) == 1
 
 
+@pytest.mark.soak
 def test_a_killed_installation_is_detected_and_repeated(clone: Clone) -> None:
     (clone.root / "hold").touch()
     killed = clone.start("x")
@@ -348,6 +349,7 @@ def test_a_python_without_access_for_others_is_an_error_of_one_line(foreign: Clo
     assert "is not accessible to this user; run ./hpsearch as the owner of the clone" in refused.stderr
 
 
+@pytest.mark.soak
 def test_an_unprivileged_user_installs_without_a_home(foreign: Clone) -> None:
     for path in [foreign.root, *foreign.root.rglob("*")]:
         os.chown(path, UNPRIVILEGED, UNPRIVILEGED)

@@ -252,9 +252,10 @@ class RunFiles:
         self.remove_unreferenced_shards()
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files of a process that was killed in `write`."""
-        for path in self.run_dir.glob(".*.pt.*.tmp"):
-            path.unlink(missing_ok=True)
+        """Remove temporary files of a process that was killed while it wrote a file."""
+        for pattern in (".*.pt.*.tmp", ".config.yaml.tmp", ".changes.diff.tmp"):
+            for path in self.run_dir.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def remove_unreferenced_shards(self) -> None:
         """Remove the shards that no checkpoint in the directory references."""

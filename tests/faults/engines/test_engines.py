@@ -63,6 +63,7 @@ def test_loaders_of_a_killed_worker_exit(arena: Arena) -> None:
     wait_for(lambda: not any(one.is_running() for one in loaders), "the loaders to be gone")
 
 
+@pytest.mark.soak
 def test_preemptions_cost_no_retries_if_the_trial_makes_progress(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

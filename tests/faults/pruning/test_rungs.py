@@ -22,6 +22,7 @@ N_TRIALS = 6
 Undisturbed = Callable[[int], list[list[float]]]
 
 
+@pytest.mark.soak
 def test_a_kill_at_every_step_between_report_and_promotion_changes_no_result(
     arena: Arena, undisturbed: Undisturbed
 ) -> None:

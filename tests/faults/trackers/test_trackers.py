@@ -57,6 +57,7 @@ def test_a_trial_killed_three_times_has_one_run_and_one_history_in_each_tracker(
     assert not list((arena.home / "outbox").glob("*/*")), "all of it has arrived everywhere"
 
 
+@pytest.mark.soak
 def test_an_outage_of_mlflow_does_not_affect_other_trackers(
     arena: Arena, events: Path, undisturbed: Undisturbed
 ) -> None:

@@ -182,6 +182,7 @@ class OnRanks(Wines):
         assert validated == 31, "each sample once"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_resumes_on_two_ranks(tmp_path):
     assert_resumed_on_two_ranks(OnRanks(), tmp_path)

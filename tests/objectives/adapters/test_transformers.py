@@ -121,6 +121,7 @@ class OnRanks(Sums):
         assert trainer.state.max_steps == 3 * 96 // 16 // 2
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_resumes_on_two_ranks(tmp_path):
     assert_resumed_on_two_ranks(OnRanks(), tmp_path)

@@ -343,6 +343,9 @@ def late(trial):
     for epoch in trial.epochs():
         trial.suggest_float("rate", 0.1, 0.4)
 
+async def deferred(trial): ...
+
+
 def bare():
     pass
 """
@@ -364,6 +367,8 @@ def test_a_function_can_be_an_objective(tmp_path):
         _fit(load_objective(f"{path}:late"))
     with pytest.raises(ObjectiveError, match="bare must accept one argument, the trial; write def bare"):
         load_objective(f"{path}:bare")
+    with pytest.raises(ObjectiveError, match="deferred is a coroutine or a generator, which hpsearch does not execute"):
+        load_objective(f"{path}:deferred")
 
 
 def test_the_report_lists_metrics_and_what_a_custom_loop_does_not_check(tmp_path):

@@ -282,6 +282,17 @@ def test_a_path_in_the_checkpoint_folder_is_valid_in_every_epoch(tmp_path):
     assert trained(SINGLE_PROCESS, Stored(), tmp_path)[0] == "completed"
 
 
+def test_other_users_cannot_read_the_checkpoint_folder():
+    class Stored(Drawn):
+        def run(self, trial):
+            for _ in trial.epochs():
+                assert trial.checkpoint.stat().st_mode & 0o777 == 0o700
+                (trial.checkpoint / "total").write_text("1.0")
+                trial.report({"drawn": 1.0}, folder=trial.checkpoint)
+
+    assert fit(Stored(), {"lr": 0.1}, RunPlan(1, 7, 7), device="cpu").status == "completed"
+
+
 def test_a_folder_of_the_user_is_saved_and_not_removed(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -39,7 +39,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory):
     return fit(Noisy(), CONFIG, PLAN, run_dir=tmp_path_factory.mktemp("undisturbed"), device="cpu")
 
 
-@pytest.mark.parametrize("after", range(1, 2 * FOLDS * STEPS))
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(after, marks=[] if FOLDS * STEPS - 1 <= after <= FOLDS * STEPS else pytest.mark.soak)
+        for after in range(1, 2 * FOLDS * STEPS)
+    ],
+)
 def test_a_run_that_is_stopped_within_any_fold_resumes_exactly(tmp_path, undisturbed, after) -> None:
     first = fit(Noisy(), CONFIG, PLAN, session=StoppedWithin(tmp_path, after), device="cpu")
     assert (first.status, len(first.history)) == ("stopped", (after - 1) // (FOLDS * STEPS))

@@ -1,6 +1,7 @@
 """Things that a training loop must never do. Each entry without a test here names the test that checks it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,15 +27,21 @@ FORBIDDEN = {
 }
 
 
+@functools.cache
+def read_names():
+    """Return the names, attributes and imports of all source files, each after the name of its file."""
+    assert SOURCES
+    return [
+        f"{path.name}: {ast.unparse(node)}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom)
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(FORBIDDEN))
 def test_no_source_file_uses_forbidden_calls(name):
-    def used(path):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
-                yield ast.unparse(node)
-
-    assert SOURCES
-    found = [f"{path.name}: {text}" for path in SOURCES for text in used(path) if re.search(rf"\b{name}", text)]
+    found = [text for text in read_names() if re.search(rf"\b{name}", text)]
     assert found == [], FORBIDDEN[name]
 
 

@@ -135,7 +135,7 @@ class _Encoder(nn.Module):
 @pytest.mark.parametrize(
     ("problem", "variant"),
     [
-        pytest.param(problem, variant, marks=[pytest.mark.soak] if variant == WORKERS and problem is not Text else [])
+        pytest.param(problem, variant, marks=[pytest.mark.soak] if variant == WORKERS else [])
         for problem in (Text, Graphs, Vae)
         for variant in VARIANTS
     ],

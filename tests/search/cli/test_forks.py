@@ -48,6 +48,7 @@ def test_the_checks_of_a_run(objective: str) -> None:
     wait_for(has_no_process_left, "the end of the forked processes")
 
 
+@pytest.mark.soak
 def test_a_command_without_a_study(objective: str) -> None:
     subprocess.run([sys.executable, "-m", "hpsearch", "train", objective, "--epochs", "1"], check=True)
     wait_for(has_no_process_left, "the end of the forked processes")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.search.cli import main, run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_FILE_VARIABLE
+from hpsearch.search.process import EXIT_FILE_VARIABLE, EXIT_UNAVAILABLE
 from hpsearch.search.report.table_file import write_table
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE, resolve_home
@@ -63,6 +64,18 @@ def test_a_full_disk_ends_a_command_without_a_traceback(
     assert not (tmp_path / "new.py").exists()
 
 
+def test_without_a_temporary_folder_a_command_ends_with_one_line(
+    monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP_OBJECTIVE)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # Python remembers the folder that it has found
+    with full_disk(), pytest.raises(SystemExit) as ended:
+        main(["objective", "show", "loop.py"])
+    message = "no temporary folder is writable; set TMPDIR to a writable folder, or free disk space"
+    assert (ended.value.code, capsys.readouterr().err) == (EXIT_UNAVAILABLE, f"hpsearch: {message}\n")
+
+
 @pytest.mark.parametrize("name", ["trials.csv", "trials.json", "trials.parquet"])
 def test_a_full_disk_leaves_the_table_of_before(tmp_path: Path, name: str) -> None:
     write_table(pd.DataFrame({"a": [1]}), tmp_path / name)
@@ -85,6 +98,7 @@ def test_a_deleted_working_folder_is_an_error(
     assert capsys.readouterr() == ("", message)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="unmounts /proc in a new namespace, as root")
 def test_an_unmounted_proc_is_an_error() -> None:
     program = Path(sys.executable).with_name("hpsearch")
@@ -95,6 +109,7 @@ def test_an_unmounted_proc_is_an_error() -> None:
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.soak
 def test_a_umask_that_closes_new_files_is_an_error() -> None:
     program = Path(sys.executable).with_name("hpsearch")
     ended = subprocess.run([program, "studies"], umask=0o777, capture_output=True, text=True, check=False)
@@ -120,6 +135,7 @@ def test_a_user_without_a_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.soak
 def test_a_caller_that_ignores_ended_processes_hides_no_exit_code(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP_OBJECTIVE)
     ended = subprocess.run(
@@ -236,6 +252,7 @@ def test_ctrl_c_is_handled_before_the_command_is_loaded() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
 
 
+@pytest.mark.soak
 def test_ctrl_c_within_an_import_takes_effect_after_it() -> None:
     """The C code of torch catches all exceptions while it imports numpy."""
     code = _INTERRUPTED.replace("hpsearch.search.cli", "torch").replace(
@@ -251,6 +268,28 @@ def test_ctrl_c_within_an_import_takes_effect_after_it() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
 
 
+@pytest.mark.soak
+def test_ctrl_c_in_a_finalizer_is_not_lost(tmp_path: Path) -> None:
+    """Python prints an exception of a finalizer and discards it."""
+    file = tmp_path / "finalizer.py"
+    file.write_text(
+        """
+import os, signal, time
+
+class Finalizer:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+
+Finalizer()
+time.sleep(60)
+"""
+    )
+    command = [sys.executable, "-m", "hpsearch", "train", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpsearch: interrupted\n")
+
+
 def test_a_lack_of_memory_is_one_line() -> None:
     code = _INTERRUPTED.replace("os.kill(os.getpid(), signal.Signals[sys.argv[1]])", "raise MemoryError")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -260,6 +299,7 @@ def test_a_lack_of_memory_is_one_line() -> None:
     )
 
 
+@pytest.mark.soak
 def test_a_package_that_rejects_an_environment_variable_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hpsearch", "smoke", "digits"],
@@ -303,6 +343,7 @@ with open({str(tmp_path / "file")!r}, "w") as file:
     assert (tmp_path / "file").read_text() == "True '' True [True, True, True]"
 
 
+@pytest.mark.soak
 def test_a_full_stderr_does_not_change_the_exit_code() -> None:
     for arguments in (["show", "--trial", "x", "s"], ["smoke", "nowhere.py"]):
         with Path("/dev/full").open("w") as full:
@@ -317,6 +358,7 @@ def test_the_output_shows_characters_that_its_encoding_lacks() -> None:
     assert done.stdout == "\\xfc\\u4e2d\n"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_backup_without_leftovers(tmp_path: Path, number: signal.Signals) -> None:
     code = f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -355,3 +356,16 @@ def test_warnings_of_a_run_are_printed(capsys) -> None:
         2,
         "cannot be read (Is a directory); remove it, or use another folder\n",
     )
+
+
+def test_a_run_dir_in_which_another_command_trains_is_rejected(capsys, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    code, _, error = call(capsys, "train", "digits", *SMALL, "--run-dir", str(folder))
+    assert (code, error.count("\n")) == (2, 1)
+    assert "another command trains in --run-dir" in error
+    assert list(folder.iterdir()) == []
+    os.close(descriptor)
+    assert call(capsys, "train", "digits", *SMALL, "--run-dir", str(folder))[0] == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from sqlalchemy import text
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.finalists.choose import create_or_join
-from hpsearch.search.finalists.text import finalist_table, format_confirmation
+from hpsearch.search.finalists.text import finalist_table, format_confirmation, format_finalists
 from hpsearch.search.samplers.suggest import get_resplit_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
@@ -170,3 +171,26 @@ def test_the_table_is_printed_without_truncation(study: StoredStudy, capsys: pyt
         ["2", "1", "0.9000", "0.8600", "0.0707", "+0.0400", "0.8100", "0.9100"],
         ["-", "3", "0.9000", "-", "unknown", "-", "diverged", "diverged", "cannot", "win"],
     ]
+
+
+def test_a_finalist_whose_search_value_the_database_lacks_is_not_in_the_table(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=3, seeds=2)
+    train(chosen, lambda trial, _: 0.8 + trial / 100)
+    for lost, left in (("number = 4", [1, 3]), ("number IN (1, 3)", [])):
+        with study.engine.begin() as connection:
+            trials = f"SELECT trial_id FROM trials WHERE study_id = {study.study_id} AND {lost}"
+            connection.execute(text(f"DELETE FROM trial_values WHERE trial_id IN ({trials})"))
+        study.refresh()
+        assert sorted(row.trial for row in table(study).rows) == left
+        assert table(study).winner == (3 if left else None)
+        assert format_confirmation(study)
+        finalist_table(study, table(study))
+
+
+def test_the_runs_of_a_finalist_without_a_search_value_are_pending(study: StoredStudy) -> None:
+    create_or_join(study, top=3, seeds=2)
+    with study.engine.begin() as connection:
+        trials = f"SELECT trial_id FROM trials WHERE study_id = {study.study_id} AND number = 4"
+        connection.execute(text(f"DELETE FROM trial_values WHERE trial_id IN ({trials})"))
+    study.refresh()
+    assert format_finalists(study, table(study))[0].startswith("finalists: 0 of 6 runs ended")

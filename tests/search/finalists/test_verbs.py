@@ -77,7 +77,7 @@ def test_a_spec_file_cannot_create_finalists(say: Say, tmp_path) -> None:
 def test_a_search_cannot_have_the_name_of_finalists(say: Say, study: StoredStudy) -> None:
     away = ("--tracking-uri", "http://127.0.0.1:1", "--workers", "0")
     said = say("run", "digits", "--name", "s.finalists-2", *away, code=2)
-    assert "--name 's.finalists-2' is reserved for the finalists of 's'" in said
+    assert "--name 's.finalists-2' is reserved for the finalists or the refit of 's'" in said
     assert len(study.storage.get_all_studies()) == 1
 
 

@@ -82,6 +82,7 @@ def test_a_timeout_that_overflows_in_torch_is_rejected(option: str) -> None:
         WorkerOptions.model_validate({option: 1e300})
 
 
+@pytest.mark.soak
 def test_the_cause_of_an_error_before_the_training_is_printed(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "hpsearch", "worker", "--study", "s", "--devices", "2"]
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "missing0"}

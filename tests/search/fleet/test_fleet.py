@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -23,7 +24,7 @@ from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
-from hpsearch.search.run.running import find_searches, stop_searches
+from hpsearch.search.run.running import find_searches, register_search, stop_searches
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.embedded.process import wait_until
 from hpsearch.storage.trials.lost_attempts import LossCause
@@ -240,6 +241,11 @@ with register_search(Path({str(logs)!r})):
     assert list(logs.iterdir()) == []
 
 
+def test_a_search_starts_while_another_command_deletes_its_study(tmp_path: Path) -> None:
+    with register_search(tmp_path / "deleted"):
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
     start_fork_server(MANY)
@@ -311,6 +317,28 @@ def test_the_fork_server_has_one_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_the_socket_is_not_in_a_folder_in_which_others_may_rename_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of another user at the socket would receive the environment of the workers."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared, tempfile.TemporaryDirectory(dir="/tmp") as home:
+        Path(shared).chmod(0o777)
+        command = "from hpsearch.search.fleet.fork_server import start_fork_server; start_fork_server(1); input()"
+        environment = {**os.environ, "TMPDIR": shared, "HPSEARCH_HOME": home}
+        fleet = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, env=environment)
+        assert wait_until(lambda: bool(list(Path(home, "tmp").glob("pymp-*/listener-*"))), timeout=60)
+        assert not list(Path(shared).glob("pymp-*"))
+        fleet.communicate()
+
+        monkeypatch.setattr(tempfile, "tempdir", shared)
+        (file := tmp_path / "file").touch()
+        monkeypatch.setenv("HPSEARCH_HOME", str(file))
+        monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="Not a directory"):
+            ForkedProcess(partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log")
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_the_folder_of_the_socket_is_removed_although_the_fleet_is_killed() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as that of a socket has to be
         command = "from hpsearch.search.fleet.fork_server import start_fork_server; start_fork_server(1); input()"
@@ -320,3 +348,21 @@ def test_the_folder_of_the_socket_is_removed_although_the_fleet_is_killed() -> N
         killed.kill()
         killed.communicate()
         assert wait_until(lambda: not list(Path(folder).glob("pymp-*")), timeout=60)
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked on this machine")
+def test_starts_in_several_threads_change_neither_output_nor_main_module() -> None:
+    def describe() -> tuple[list[str], object]:
+        return [str(Path(f"/proc/self/fd/{number}").readlink()) for number in (1, 2)], sys.modules["__main__"]
+
+    def start() -> None:
+        for _ in range(100):
+            start_fork_server(1)
+
+    before = describe()
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert describe() == before

@@ -54,6 +54,19 @@ def test_a_private_folder_is_removed_with_its_process(place: Path) -> None:
     assert not list(place.iterdir())
 
 
+def test_a_private_folder_is_not_in_a_folder_in_which_others_may_rename_files(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher unpickles a file in its folder, which another user could replace."""
+    monkeypatch.setenv("HPSEARCH_HOME", str(place / "home"))
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # others cannot reach the folders of pytest
+        Path(shared).chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", shared)
+        with make_private_folder() as folder:
+            assert folder.parent == place / "home" / "tmp"
+            assert not list(Path(shared).iterdir())
+
+
 @pytest.mark.soak
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(place: Path) -> None:
     """It keeps folders of live launchers, folders in use by processes of a killed launcher, and all other files."""

@@ -213,6 +213,7 @@ def two_suggestions(url: str) -> list[float]:
     return [suggestion(study, 5) for study in studies]
 
 
+@pytest.mark.soak
 def test_suggestions_depend_only_on_study_and_seed(tmp_path: Path):
     urls = [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
     for url in urls:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +20,8 @@ import psutil
 from docs.packages import ROOT
 from hpsearch.redaction import redact
 from hpsearch.storage.web.token import find_token
-from tests.waiting import PATIENCE
+from tests.search.launch.memory import memory_limit
+from tests.waiting import PATIENCE, wait_for
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
@@ -40,7 +43,7 @@ class Site:
         self.environment = {
             "HPSEARCH_STORAGE_URL": self.url, "HPSEARCH_TRACKING_URI": tracking_uri,
             "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
-            "MLFLOW_TRACKING_TOKEN_FILE": str(token),
+            "MLFLOW_TRACKING_TOKEN_FILE": str(token), "EXHAUST": str(folder / "exhaust"),
         }  # fmt: skip
 
     def __call__(self, *arguments: str, **environment: str) -> str:
@@ -54,7 +57,7 @@ class Site:
     def create(self, name: str, trials: int) -> None:
         """Create a study whose steps take STEP_SECONDS."""
         self("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
-             "--workers", "0")  # fmt: skip
+             "--workers", "0", START_SECONDS="0", STEP_SECONDS="0")  # fmt: skip
 
     def values(self, name: str) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
         """Return for each trial its parameters, its value of each epoch and its final value."""
@@ -64,7 +67,7 @@ class Site:
     def undisturbed(self, trials: int) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
         """Return the same for a search with one worker, without an engine."""
         self.create("undisturbed", trials)
-        self("worker", "--study", "undisturbed", STEP_SECONDS="0")
+        self("worker", "--study", "undisturbed", START_SECONDS="0", STEP_SECONDS="0")
         return self.values("undisturbed")
 
     def states(self, name: str) -> list[str]:
@@ -75,6 +78,25 @@ class Site:
         """Return the identity of each worker that `top` shows as active, by the name of the worker."""
         rows = json.loads(self("top", name, "--json"))["workers"]
         return {row["identity"]["name"]: row["identity"] for row in rows if row["state"] in {"running", "idle"}}
+
+    def kill_worker(self, name: str) -> list[str]:
+        """Kill a worker with SIGKILL; return its name."""
+        worker, identity = next(iter(self.list_active_workers(name).items()))
+        os.kill(identity["pid"], signal.SIGKILL)
+        return [worker]
+
+    def exhaust_memory(self, name: str, *, limit: int | None = None) -> list[str]:
+        """Let a worker allocate memory in its next step until the kernel kills it; return its name.
+
+        Args:
+            name: name of the study.
+            limit: bytes that the worker can allocate until then; None if its engine limits it.
+        """
+        worker, identity = next(iter(self.list_active_workers(name).items()))
+        with memory_limit(identity["pid"], limit) if limit else nullcontext():
+            Path(f"{self.environment['EXHAUST']}-{identity['pid']}").touch()
+            wait_for(lambda: not psutil.pid_exists(identity["pid"]), f"the end of {worker}")
+        return [worker]
 
     def wait_for_fleet(
         self, name: str, size: int, *, without: Collection[str] = (), after: str = "the start", seconds: float = 60.0

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import psutil
 
+from tests.search.launch.memory import CGROUPS, remove_cgroup
+
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "scontrol")
 NODES = ("n1", "n2", "n3")
 
 _CONF = """
 ClusterName=hpsearch
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
@@ -30,10 +33,11 @@ AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+SchedulerParameters=sched_interval=5,bf_interval=5
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
@@ -50,6 +54,12 @@ SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+"""
+
+_CGROUP_CONF = """
+CgroupPlugin=cgroup/v1
+CgroupMountpoint=/sys/fs/cgroup
+ConstrainRAMSpace=yes
 """
 
 
@@ -119,13 +129,16 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, kill_wait: int = 20, slurmd_timeout: int = 30) -> Iterator[Cluster]:
+def slurm_cluster(
+    folder: Path, *, kill_wait: int = 20, slurmd_timeout: int = 30, limits_memory: bool = False
+) -> Iterator[Cluster]:
     """Run a cluster in a folder during the block; end all its processes after it.
 
     Args:
         folder: folder for the configuration, state and logs of the cluster.
         kill_wait: seconds from SIGTERM to SIGKILL. A job in the partition `urgent` preempts jobs in `all`.
         slurmd_timeout: seconds without an answer after which a node is lost.
+        limits_memory: whether the kernel kills processes of a job that uses more memory than its --mem, by cgroups.
     """
     cluster = Cluster(folder)
     controller, *ports = _free_ports(1 + len(NODES))
@@ -137,7 +150,10 @@ def slurm_cluster(folder: Path, *, kill_wait: int = 20, slurmd_timeout: int = 30
     (folder / "state").mkdir()
     for name in NODES:
         (folder / f"spool-{name}").mkdir()
-    values = {"kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout, "nodes": nodes}
+    # The cgroups of jobs have their IDs as names, so each cluster on a machine has its own IDs.
+    values = {"first_job": controller, "kill_wait": kill_wait, "slurmd_timeout": slurmd_timeout, "nodes": nodes}
+    values["task_plugin"] = "task/cgroup" if limits_memory else "task/none"
+    (folder / "cgroup.conf").write_text(_CGROUP_CONF)
     (folder / "slurm.conf").write_text(_CONF.format(host=host, port=controller, folder=folder, **values))
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
@@ -160,6 +176,9 @@ def slurm_cluster(folder: Path, *, kill_wait: int = 20, slurmd_timeout: int = 30
         for daemon in cluster.daemons.values():
             daemon.kill()
             daemon.wait()
+        if limits_memory:
+            for name in NODES:
+                remove_cgroup(CGROUPS / f"slurm_{name}")
 
 
 def _tried(cluster: Cluster, *command: str) -> str:

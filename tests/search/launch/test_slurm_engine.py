@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.search.launch.memory import can_limit_memory
 from tests.search.launch.site import Site
 from tests.search.launch.slurm_cluster import Cluster, missing, slurm_cluster
 
@@ -58,17 +58,19 @@ def test_a_preemption_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site
 def test_disturbances_of_slow_starts_cost_no_trial_and_the_fleet_has_its_size_again(tmp_path: Path, site: Site) -> None:
     """Workers need 30 s to start, and a preempted one is killed 5 s after SIGTERM.
 
-    Where memory is exhausted, the kernel kills the worker with SIGKILL too.
+    Where memory is exhausted, the kernel kills the worker, because Slurm limits its cgroup to --memory.
     """
+    limits_memory = can_limit_memory()
     (folder := tmp_path / "cluster").mkdir()
-    with slurm_cluster(folder, kill_wait=5, slurmd_timeout=10) as cluster:
-        job = submit(cluster, site, "slow", 12, step="4", start="30", grace="10")
+    with slurm_cluster(folder, kill_wait=5, slurmd_timeout=10, limits_memory=limits_memory) as cluster:
+        job = submit(cluster, site, "slow", 12, step="5", start="30", grace="10")
         site.wait_for_fleet("slow", 3)
 
         def kill_worker() -> list[str]:
-            name, identity = next(iter(site.list_active_workers("slow").items()))
-            os.kill(identity["pid"], signal.SIGKILL)
-            return [name]
+            return site.kill_worker("slow")
+
+        def exhaust_memory() -> list[str]:
+            return site.exhaust_memory("slow")
 
         def preempt_node() -> list[str]:
             node, names = find_busy_node(cluster, site, job)
@@ -85,9 +87,10 @@ def test_disturbances_of_slow_starts_cost_no_trial_and_the_fleet_has_its_size_ag
         cluster.wait(
             lambda: any(epochs for _, epochs, _ in site.values("slow").values()), "an epoch to be reported", 600
         )
-        for disturb in (kill_worker, preempt_node):
+        for disturb in (*([exhaust_memory] if limits_memory else []), kill_worker, preempt_node):
             site.wait_for_fleet("slow", 3, without=disturb(), after=disturb.__name__)
         cluster.wait(lambda: not cluster.states(job), "the array to end", 900)
+    assert ("oom-kill event" in cluster.logs("slow")) == limits_memory
     assert site.states("slow") == ["COMPLETE"] * 12
     assert site.values("slow") == site.undisturbed(12)
 

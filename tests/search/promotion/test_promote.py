@@ -227,6 +227,27 @@ def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Trac
     assert tracked.promotion_rows() == [(1, tracked.name, 1, "champion", by, True)]
 
 
+def test_damaged_attributes_stop_no_other_promotion(tracked: Tracked, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker's role can write any attributes."""
+    promote(tracked.stored, tracked.tracking)
+    with tracked.storage.engine.begin() as connection:
+        connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
+        connection.exec_driver_sql(
+            "INSERT INTO trial_user_attributes (trial_id, key, value_json) "
+            "SELECT trial_id, 'hpsearch:attempt', '\"x\"' FROM trials "
+            f"WHERE number = 1 AND study_id = {tracked.stored.study_id} "
+            "ON CONFLICT (trial_id, key) DO UPDATE SET value_json = EXCLUDED.value_json"
+        )
+    register(tracked, 2, model="other")
+    tracked.client.set_registered_model_alias("other", "champion", "1")
+    for key, value in (("hpsearch:val_samples", "x"), ("hpsearch:leaks", 1)):
+        tracked.stored.set_attr(key, value)
+    tracked.stored.refresh()
+    sync_promotions(tracked.storage, tracked.tracking)
+    assert f"promotion {tracked.name}@champion of study {tracked.name} not recorded" in caplog.text
+    assert [(trial, model) for trial, model, *_ in tracked.promotion_rows()] == [(2, "other")]
+
+
 def test_models_of_other_projects_are_not_changed(tracked: Tracked) -> None:
     run = tracked.client.create_run(tracked.tracking.experiment_id).info.run_id
     tracked.client.create_registered_model(tracked.name)
@@ -306,6 +327,18 @@ def test_later_finalists_and_test_scores_update_a_promotion(tracked: Tracked) ->
     (holds,) = [promotion for promotion in tracked.promotions() if promotion.ended_at is None]
     assert holds.is_confirmed
     assert "unconfirmed" not in format_promotions(tracked.stored)[0]
+
+
+def test_a_stored_promotion_of_another_run_changes_no_version(tracked: Tracked) -> None:
+    """Any worker can store a promotion, and the owner may change versions of other users."""
+    version = register(tracked, 1)
+    tracked.client.set_registered_model_alias(tracked.name, "champion", version)
+    evidence = {"study": tracked.stored.spec.name, "study_id": tracked.stored.study_id, "trial": 0}
+    with registry_lock(tracked.storage.engine) as connection:
+        record_promotion(connection, evidence, tracked.name, int(version), "champion", by="a worker")
+    refresh_evidence(tracked.stored, tracked.tracking)
+    found = tracked.version("champion")
+    assert (found.tags, found.description or "") == ({}, "")
 
 
 def test_a_test_score_without_finalists_does_not_confirm_a_promotion(tracked: Tracked) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -15,6 +17,7 @@ from hpsearch.search.report.importances import Importances, compute_importances
 from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import list_violations
+from hpsearch.storage.mlflow.server import PAGE_POLICY
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.report.support import BOUNDS, TRIALS, WAYS, study_of, trial
 
@@ -34,6 +37,15 @@ def page_of(study: StoredStudy, folder: Path) -> tuple[str, dict[str, Any]]:
     data = re.search(r'<script type="application/json" id="data">(.*)</script>', page)
     assert data is not None
     return page, json.loads(data[1], parse_constant=pytest.fail)
+
+
+def test_the_policy_of_mlflows_pages_permits_the_script_of_the_report(study: StoredStudy, tmp_path: Path) -> None:
+    single = study_of(study.storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"}, name="single")
+    for each in (study, single):
+        script = re.search(r"<script>(.*?)</script>", page_of(each, tmp_path)[0], re.DOTALL)
+        assert script is not None
+        digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in PAGE_POLICY
 
 
 def test_the_page_shows_the_pareto_front_instead_of_the_best_trial(study: StoredStudy, tmp_path: Path) -> None:

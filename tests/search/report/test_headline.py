@@ -126,6 +126,9 @@ def test_no_larger_budget_is_suggested_after_the_finalists_have_decided(storage:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     train(chosen, lambda parent, seed: 0.5 + parent / 10)
     assert headline(study).next_steps[0].finding == "evaluate the winner on the test set, once"
+    again = format_command("show", "s")
+    assert headline(chosen).results == [f"the means of the finalists decide, not their best run: {again}"]
+    assert any(line.startswith("best run: ") for line in format_summary(chosen, summarise(chosen), dashboard_url=None))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
@@ -162,6 +163,15 @@ def test_error_lines_and_log_lines_are_escaped(capsys: pytest.CaptureFixture[str
     log_to_stderr(logging.INFO)
     logging.getLogger("test").warning("trial 7: %s", TERMINAL)
     assert capsys.readouterr().err.endswith(f" WARNING trial 7: {SHOWN}\n")
+
+
+def test_a_limit_of_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    before = threading.stack_size(2**47)  # larger than the address space
+    try:
+        assert report_errors(lambda: threading.Thread(target=print).start() or 0) == 1
+    finally:
+        threading.stack_size(before)
+    assert capsys.readouterr().err.startswith("hpsearch: no thread can be started; raise the limits")
 
 
 def test_the_traceback_of_an_internal_error_and_its_warnings_are_escaped() -> None:

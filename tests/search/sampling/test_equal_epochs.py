@@ -206,6 +206,7 @@ def search(url: str, sampler: Mapping[str, object]) -> tuple[list[dict[str, obje
     return found, [trial.state for trial in worker.study.get_trials(deepcopy=False)]
 
 
+@pytest.mark.soak
 def test_gp_with_a_pruner_is_not_random_search(database_url: str) -> None:
     """Optuna's sampler would need ten complete trials before its first suggestion."""
     startup = 10

@@ -13,7 +13,7 @@ from hpsearch.search.cli import run_command
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.optunahub import _load_module
 from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import FOLDER_NAME, RESTORED, SPEC
+from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, RESTORED, SPEC
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
 
@@ -131,7 +131,7 @@ def test_branches_and_paths_are_rejected_as_commit_or_package(key: str, value: s
         parsed(**{key: value})
 
 
-@pytest.mark.parametrize("setting", ["sampler", "tensorboard", "wandb"])
+@pytest.mark.parametrize("setting", ["sampler", "tensorboard", "wandb", "checkpoint-url"])
 def test_workers_of_a_restored_study_use_external_settings_only_after_a_confirmation(
     cached: Path, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], setting: str,
@@ -141,8 +141,13 @@ def test_workers_of_a_restored_study_use_external_settings_only_after_a_confirma
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
     storage = open_storage(database_url, application_name="test")
     values = {"sampler": parsed().model_dump(), "tensorboard": str(tmp_path / "logs"), "wandb": "team/project"}
-    spec = {**spec_of(name="none").model_dump(), "objective": "digits", setting: values[setting]}
+    values["checkpoint-url"] = str(tmp_path / "victim")
+    spec = {**spec_of(name="none").model_dump(), "objective": "digits"}
     attrs = {SPEC: spec, RESTORED: True, FOLDER_NAME: "s-1"}
+    if setting == "checkpoint-url":
+        attrs[CHECKPOINT_URL] = values[setting]
+    else:
+        spec[setting] = values[setting]
     storage.create_filled_study([StudyDirection.MAXIMIZE], "s", user_attrs=attrs, trials=[])
     shown = (
         f"the sampler samplers/half of OptunaHub at {REF}" if setting == "sampler" else f"--{setting} {values[setting]}"
@@ -151,8 +156,12 @@ def test_workers_of_a_restored_study_use_external_settings_only_after_a_confirma
     assert (
         f"study 's' was restored from a backup and uses {shown}; if you trust this, confirm" in capsys.readouterr().err
     )
-    assert run_command(["sync", "s", "--tracking-uri", "http://127.0.0.1:1"]) == 2
-    assert f"and uses {shown}; if you trust" in capsys.readouterr().err
+    for command in ("sync s", "run digits --name s --workers 0", "finalists s --workers 0", "promote s --refit"):
+        assert run_command([*command.split(), "--tracking-uri", "http://127.0.0.1:1"]) == 2
+        assert f"and uses {shown}; if you trust" in capsys.readouterr().err, command
+    if setting == "checkpoint-url":
+        assert run_command(["doctor", "s"]) != 0
+        assert f"and uses {shown}; if you trust" in capsys.readouterr().out
     assert not (cached / "ran").exists()
     assert not (tmp_path / "logs").exists()
     assert run_command(["trust", "s", "--yes"]) == 0

@@ -76,7 +76,9 @@ def run(worker: Worker, *, end: Callable[[int], Outcome] = lambda _: Outcome.COM
     return params
 
 
-@pytest.mark.parametrize("key", LEARN)
+@pytest.mark.parametrize(
+    "key", ["nsga2", *(pytest.param(key, marks=pytest.mark.soak) for key in LEARN if key != "nsga2")]
+)
 def test_suggestions_do_not_depend_on_the_age_of_a_process(database_url: str, key: str) -> None:
     settings = {"sampler": sampler(key), "n_trials": 12}
     stays = Worker(database_url, plane, name="stays", **settings)
@@ -105,6 +107,7 @@ def two_of_each(url: str, name: str) -> list[list[dict[str, object]]]:
     return [goes_on(url, f"{key}-{name}", key, 2) for key in KEYS]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_all_processes_suggest_the_same(database_url: str) -> None:
     """The studies have the same state and a categorical parameter."""

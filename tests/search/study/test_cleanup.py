@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,15 @@ def test_failed_removals_are_not_counted(
     assert marked == removed
 
 
-def test_an_interrupted_removal_is_completed(own_tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
+def test_an_interrupted_removal_is_completed_by_several_commands_at_once(
+    own_tracked: Tracked, tmp_path: Path, stack: StackInfo
+) -> None:
     folder = next((stack.home / "artifacts").glob(f"*/models/{own_tracked.model_of(0)}"))
     shutil.rmtree(folder)  # the files are gone, the model is still listed
     (garbage,) = find(own_tracked, tmp_path)
     assert garbage.trials == (0, 2)
-    garbage.remove()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: garbage.remove(), range(4)))
     assert not has_model(own_tracked, 0)
 
 

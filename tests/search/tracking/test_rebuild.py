@@ -114,6 +114,7 @@ def test_sync_names_damaged_journals_and_how_to_give_up_their_records(
 ) -> None:
     damaged = get_outbox_folder(tmp_path, tracked.stored) / "0001-1"
     damaged.mkdir(parents=True)
+    damaged.with_name("0001-2").mkdir()  # another attempt of the same trial
     services = Services(tmp_path, "unused", tracked.tracking.uri, None)
     assert sync_study(services, tracked.stored, Console(width=1000)).unsent == 1
     said = capsys.readouterr().out

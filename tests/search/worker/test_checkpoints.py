@@ -188,14 +188,15 @@ def test_a_completed_trial_keeps_only_its_best_checkpoint(study: Study) -> None:
 def test_files_of_dead_workers_are_removed(study: Study, state: TrialState, files: list[str], resumable: bool) -> None:
     first = study.attempt(1).epochs(0, 1)
     first.save(2)  # and died here, or right after the trial completed
-    half_written = first.local.run_dir / ".previous.pt.4711.tmp"
-    half_written.write_bytes(b"PK")
+    half_written = [first.local.run_dir / name for name in (".previous.pt.4711.tmp", ".config.yaml.tmp")]
+    for path in half_written:
+        path.write_bytes(b"PK")
     if state != TrialState.RUNNING:
         study.storage.set_trial_state_values(study.trial_id, state, [1.0] if state == TrialState.COMPLETE else None)
     study.checkpoints.clean_up(study.folder / "a" / "s-1-abcd")
     assert study.files() == files
     assert bool(study.pointers()) == resumable
-    assert first.local.last_path.exists() == half_written.exists() == (state == TrialState.RUNNING)
+    assert {path.exists() for path in (first.local.last_path, *half_written)} == {state == TrialState.RUNNING}
     assert first.local.best_path.exists()
 
 
@@ -203,6 +204,29 @@ def test_files_of_a_deleted_study_are_removed(study: Study) -> None:
     study.attempt(1).epochs(0)
     study.checkpoints.delete()
     assert study.files() == []
+
+
+@pytest.mark.parametrize("are_shared", [False, True])
+def test_files_that_are_not_checkpoints_are_kept(folder_study: Study, tmp_path: Path, are_shared: bool) -> None:
+    """Worker roles and backups can choose the folder and the URL, such as `s-20260101` with photos in `0002`."""
+    study = folder_study
+    study.checkpoints.are_shared = are_shared
+    first = study.attempt(1).epochs(0)
+    kept = ["0000/1-1.pt.jpg", "0000/model.pt", "0000/photos/1-1.pt", "0000/photos/a.jpg", "0001/a.jpg"]
+    own = ("0000/0000-1.pt.metadata", "0000/0000-1.pt.0_0.distcp", "0000/0001-1.pt.1a2b3c4d.tmp", "0002/0000-1.pt")
+    folder = study.folder / "store" / "s-1-abcd"
+    for name in (*kept, *own):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    first.kept.abandon()
+    assert set(kept) < set(study.files())
+    study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
+    study.checkpoints.delete_trial(0)
+    assert study.files() == [*kept, "0002/0000-1.pt"]
+    study.checkpoints.clean_up(tmp_path)
+    study.checkpoints.delete()
+    assert study.files() == kept
+    assert not (folder / "0002").exists(), "empty folders are removed"
 
 
 def test_a_lost_best_checkpoint_is_written_again(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,12 @@ def test_a_file_that_is_no_backup_is_an_error(tmp_path: Path, content: bytes | N
     ) as error:
         unpack(path, tmp_path / "out")
     assert "\n" not in str(error.value)
+
+
+def test_a_pipe_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "a.tar")
+    with pytest.raises(StorageError, match=r"a\.tar' is not a regular file; give a file"):
+        unpack(path, tmp_path / "out")
 
 
 def test_a_tar_file_of_other_content_is_an_error(tmp_path: Path) -> None:

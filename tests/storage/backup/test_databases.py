@@ -197,7 +197,16 @@ class Killed(BaseException):
     """Simulates SIGKILL: no cleanup code catches it."""
 
 
-@pytest.mark.parametrize("where", ["restore_rows", "migrate", "release_trials", "remove_home_checkpoint_urls"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "restore_rows",
+        *(
+            pytest.param(w, marks=pytest.mark.soak)
+            for w in ("migrate", "release_trials", "remove_home_checkpoint_urls")
+        ),
+    ],
+)
 def test_an_interrupted_restore_is_reported_and_repeated(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, where: str,
     monkeypatch: pytest.MonkeyPatch,

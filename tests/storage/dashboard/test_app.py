@@ -135,6 +135,24 @@ def test_infeasible_trials_are_neither_best_nor_on_the_pareto_front(database_url
     assert [trial["number"] for trial in made("none", (3.0,))["best_trials"]] == [0], "the best there is"
 
 
+def test_stored_plots_are_not_shown(database_url: str) -> None:
+    """The attribution of a map is HTML, which can open an address of another user."""
+    from optuna_dashboard import save_note
+    from optuna_dashboard._custom_plot_data import save_graph_object_json
+
+    study = optuna.create_study(study_name="plots", storage=database_url)
+    style = {"version": 8, "layers": [], "sources": {"a": {"attribution": '<meta http-equiv="refresh">'}}}
+    plot = json.dumps({"data": [], "layout": {"map": {"style": style}}})
+    save_graph_object_json(study._storage, study._study_id, "dashboard:plot_data:x:", plot)
+    save_note(study, "a note")
+    environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study._study_id}"}
+    setup_testing_defaults(environ)
+    body = b"".join(dashboard._make_app(database_url, None)(environ, lambda *_: None))
+    assert json.loads(body)["plotly_graph_objects"] == []
+    assert b"a note" in body
+    assert b"http-equiv" not in body
+
+
 def test_a_port_in_use_is_named(database_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -235,6 +235,7 @@ def test_a_schema_without_usage_right_is_an_error(database_url: str, owner_url: 
     assert f"GRANT USAGE ON SCHEMA public TO {WORKER}" in _refused(database_url)
 
 
+@pytest.mark.soak
 def test_a_read_only_replica_is_an_error(fresh_home: Path) -> None:
     fresh_home.mkdir()
     fresh_home.chmod(0o755)

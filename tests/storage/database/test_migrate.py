@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import sqlalchemy as sa
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
 
+from hpsearch.search.cli import run_command
 from hpsearch.storage.database.connect import check_database
-from hpsearch.storage.database.migrate import migrate
-from hpsearch.storage.database.roles import WORKER
+from hpsearch.storage.database.migrate import create_tables, migrate
+from hpsearch.storage.database.roles import ACCESS, WORKER
 from hpsearch.storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, REVISION_TABLES
 from hpsearch.storage.errors import StorageError
-from tests.conftest import execute
+from tests.conftest import PostgresServer, execute
 from tests.faults.harness import Zygote
 
 _MIGRATE = """
@@ -136,3 +138,140 @@ def test_a_database_with_one_user_for_everything(postgres_server: Any) -> None:
     finally:
         postgres_server.execute("DROP DATABASE single WITH (FORCE)")
         postgres_server.execute("DROP ROLE single")
+
+
+# All test processes share the server and its roles.
+TEAM = pytest.mark.xdist_group("team")
+
+
+@pytest.fixture
+def team(postgres_server: PostgresServer) -> Iterator[str]:
+    """Return the owner's URL of another team's empty database, on the server where `hpsearch_worker` exists."""
+    try:
+        for role in ("team", "team_worker"):
+            postgres_server.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")
+        postgres_server.execute("CREATE DATABASE team OWNER team")
+        yield postgres_server.url("team", user="team")
+    finally:
+        postgres_server.execute("DROP DATABASE IF EXISTS team WITH (FORCE)")
+        postgres_server.execute("DROP ROLE IF EXISTS team, team_worker")
+
+
+@TEAM
+def test_workers_of_another_team_have_no_access(
+    postgres_server: PostgresServer, team: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    migrate(team)
+    for statement in ("SELECT * FROM studies", "INSERT INTO studies (study_name) VALUES ('planted')"):
+        with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            execute(_worker_url(team), statement)
+    assert run_command(["migrate", "--storage-url", team, "--worker-role", "team_worker"]) == 0
+    assert "REVOKE CONNECT, TEMPORARY ON DATABASE team FROM PUBLIC" in capsys.readouterr().err
+    execute(team, "REVOKE CONNECT, TEMPORARY ON DATABASE team FROM PUBLIC")
+    # As a restore creates these tables again, with the default privileges.
+    execute(team, *(f"GRANT INSERT, UPDATE ON {table} TO team_worker, PUBLIC" for table in REVISION_TABLES))
+    assert migrate(team) == []
+    worker = postgres_server.url("team", user="team_worker")
+    check_database(worker)
+    _use(worker)
+    with pytest.raises(StorageError, match="may not connect"):
+        check_database(_worker_url(team))
+    for table in REVISION_TABLES:
+        with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            execute(worker, f"UPDATE {table} SET version_num = '0009'")
+    assert run_command(["migrate", "--storage-url", team, "--worker-role", "ghost"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("hpsearch: --worker-role ghost: ")
+
+
+@TEAM
+def test_a_migration_revokes_the_access_of_another_team(team: str) -> None:
+    create_tables(team, "0015")
+    rows = "SELECT, INSERT, UPDATE, DELETE"
+    for role in (WORKER, ACCESS):  # as earlier versions did
+        execute(team, f"ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {role}")
+        execute(team, f"GRANT {rows} ON ALL TABLES IN SCHEMA public TO {role}")
+        execute(team, f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {role}")
+    _use(_worker_url(team))
+    lost = [warning for warning in migrate(team) if "no longer has access" in warning]
+    assert [role in warning for role, warning in zip((ACCESS, WORKER), lost, strict=True)] == [True, True]
+    execute(team, "CREATE TABLE later (id int)")
+    for table in ("studies", "later"):
+        with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            execute(_worker_url(team), f"SELECT * FROM {table}")
+    migrate(team, worker_roles=[WORKER])
+    assert not any("no longer has access" in warning for warning in migrate(team))
+    check_database(_worker_url(team))
+
+
+# As in every database of Postgres 14 or earlier.
+_OPEN_SCHEMA = "GRANT CREATE ON SCHEMA public TO PUBLIC"
+_PLANTED_FUNCTION = """
+    CREATE FUNCTION public.eq(oid, regclass) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+        IF current_user = 'team' THEN CREATE TABLE public.ran (); END IF;
+        RETURN $1::int8 = $2::oid::int8;
+    END $$
+"""
+_PLANTED_OPERATOR = "CREATE OPERATOR public.= (LEFTARG = oid, RIGHTARG = regclass, FUNCTION = public.eq)"
+
+
+@TEAM
+def test_an_operator_of_a_worker_does_not_run_as_the_owner(postgres_server: PostgresServer, team: str) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    worker = postgres_server.url("team", user="team_worker")
+    insert = "INSERT INTO studies (study_name) VALUES ('{}')"
+    create_tables(team, "0016")
+    migrate(team, worker_roles=["team_worker"])
+    execute(admin, _OPEN_SCHEMA)
+    execute(worker, _PLANTED_FUNCTION, _PLANTED_OPERATOR)
+    execute(worker, insert.format("first"))
+    execute(team, "CREATE TABLE ran ()")  # the operator has not created it
+
+    with pytest.raises(StorageError, match=r"operator public\.=\(oid,regclass\) of team_worker"):
+        migrate(team)
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege, match="permission denied for schema public"):
+        execute(worker, "CREATE TABLE public.more ()")
+    execute(admin, "DROP OPERATOR public.= (oid, regclass)", "DROP FUNCTION public.eq", "CREATE TABLE odd ()")
+    execute(admin, "ALTER TABLE odd OWNER TO team_worker")
+    assert [warning for warning in migrate(team) if "table public.odd of team_worker" in warning]
+    execute(worker, insert.format("second"))
+
+
+@TEAM
+def test_a_schema_of_the_superuser_needs_the_superuser(postgres_server: PostgresServer, team: str) -> None:
+    """As in every database of Postgres 14 or earlier, where the owner of a database does not own its schema."""
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(admin, _OPEN_SCHEMA, "ALTER SCHEMA public OWNER TO postgres", "REVOKE ALL ON SCHEMA public FROM team")
+    (warning,) = [warning for warning in migrate(team, worker_roles=["team_worker"]) if "as a superuser" in warning]
+    execute(admin, warning.partition("superuser: ")[2])
+    assert not any("as a superuser" in warning for warning in migrate(team))
+    _use(postgres_server.url("team", user="team_worker"))
+
+
+@TEAM
+def test_the_owner_of_the_tables_keeps_its_privilege_in_a_database_of_the_superuser(
+    postgres_server: PostgresServer, team: str
+) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    migrate(team)
+    execute(admin, _OPEN_SCHEMA, "ALTER SCHEMA public OWNER TO postgres", "ALTER DATABASE team OWNER TO postgres")
+    execute(admin, "REVOKE ALL ON SCHEMA public FROM team", "GRANT CREATE ON SCHEMA public TO team_worker")
+    of_all, of_role = sorted(warning for warning in migrate(team) if "as a superuser" in warning)
+    assert "all users may create functions in the schema public" in of_all
+    assert "the role team_worker may create functions in the schema public" in of_role
+    execute(admin, of_all.partition("superuser: ")[2], of_role.partition("superuser: ")[2])
+    assert not any("as a superuser" in warning for warning in migrate(team))
+    execute(team, "CREATE TABLE public.later ()")
+
+
+@TEAM
+def test_the_tables_may_be_in_another_schema(postgres_server: PostgresServer, team: str) -> None:
+    schema = "a \"b' c"
+    quoted = '"a ""b\' c"'
+    execute(team, f"CREATE SCHEMA {quoted}", f"ALTER ROLE team SET search_path = {quoted}")
+    migrate(team, worker_roles=["team_worker"])
+    execute(team, "INSERT INTO studies (study_name) VALUES ('s')")
+    check_database(team)
+    engine = sa.create_engine(team)
+    assert "hpsearch_study_ids" in sa.inspect(engine).get_table_names(schema)
+    execute(postgres_server.url("team", user="team_worker"), f"INSERT INTO {quoted}.studies (study_name) VALUES ('w')")
+    engine.dispose()

@@ -64,6 +64,7 @@ def _execute(url: str, *statements: str) -> None:
         connection.close()
 
 
+@pytest.mark.soak
 def test_roles_are_created_by_four_concurrent_processes_and_again(
     server: EmbeddedPostgres, zygote: Zygote, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_roles_are_created_by_four_concurrent_processes_and_again(
     assert "-secret" not in log  # passwords are not
 
 
+@pytest.mark.soak
 def test_creating_roles_again_changes_passwords(server: EmbeddedPostgres) -> None:
     old = create_databases(_admin(server), **_PASSWORDS)
     new = create_databases(_admin(server), **_PASSWORDS | {"worker_password": "p@/:#?% '\""})
@@ -98,6 +100,7 @@ def test_creating_roles_again_changes_passwords(server: EmbeddedPostgres) -> Non
         connect(old.worker_url, application_name="test")
 
 
+@pytest.mark.soak
 def test_a_worker_may_not_create_functions_in_a_server_that_was_upgraded_from_postgres_14(
     server: EmbeddedPostgres,
 ) -> None:
@@ -110,6 +113,7 @@ def test_a_worker_may_not_create_functions_in_a_server_that_was_upgraded_from_po
         _execute(urls.worker_url, "CREATE FUNCTION public.f() RETURNS int LANGUAGE sql AS 'SELECT 1'")
 
 
+@pytest.mark.soak
 def test_an_admin_without_superuser_can_create_roles(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
     boss = build_url(user="boss", password="boss", host="127.0.0.1", port=server.read_port() or 0, database="postgres")
@@ -119,6 +123,7 @@ def test_an_admin_without_superuser_can_create_roles(server: EmbeddedPostgres) -
     _execute(urls.worker_url, "SELECT count(*) FROM trials")
 
 
+@pytest.mark.soak
 def test_an_admin_without_rights_is_an_error(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE clerk LOGIN PASSWORD 'clerk'")
     clerk = build_url(

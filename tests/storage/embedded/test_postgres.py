@@ -17,7 +17,7 @@ import psycopg2
 import pytest
 
 from hpsearch.storage.database import connect
-from hpsearch.storage.database.connect import is_database_healthy
+from hpsearch.storage.database.connect import find_database_error
 from hpsearch.storage.embedded import postgres, postgres_account, process
 from hpsearch.storage.embedded import postgres as postgres_server
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
@@ -67,7 +67,7 @@ def old(_old: EmbeddedPostgres) -> EmbeddedPostgres:
 
 def _answers(server: EmbeddedPostgres, port: int | None) -> bool:
     assert port is not None
-    return is_database_healthy(server.make_url(port))
+    return find_database_error(server.make_url(port)) is None
 
 
 def _connect(server: EmbeddedPostgres, port: int) -> psycopg2.extensions.connection:
@@ -111,7 +111,7 @@ def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     assert port is not None
     assert _answers(old, port)
     for password in ("", "wrong"):
-        assert not is_database_healthy(make_database_url(SUPERUSER, password, port, "postgres", uid=old.uid))
+        assert find_database_error(make_database_url(SUPERUSER, password, port, "postgres", uid=old.uid)) is not None
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
     assert old.data_folder.stat().st_mode & 0o077 == 0
     listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections()}  # type: ignore[union-attr]
@@ -201,6 +201,7 @@ def test_an_occupied_port_is_not_used(old: EmbeddedPostgres) -> None:
     assert _answers(old, port)
 
 
+@pytest.mark.soak
 def test_a_killed_setup_is_repeated(server: EmbeddedPostgres) -> None:
     half = server.folder / "initdb-half"
     (half / "data").mkdir(parents=True)
@@ -217,6 +218,7 @@ def test_a_path_that_is_too_long_for_postgres_is_rejected(server: EmbeddedPostgr
         replace(server, folder=folder).start(None)
 
 
+@pytest.mark.soak
 def test_data_of_another_major_version_are_not_changed(server: EmbeddedPostgres) -> None:
     server.data_folder.mkdir()
     (server.data_folder / "PG_VERSION").write_text("9\n")
@@ -340,6 +342,21 @@ def test_a_stuck_server_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.M
     assert old.start(port) == port
 
 
+def test_the_wait_for_a_stuck_server_is_reported_soon(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 600)
+    stuck, lines = old.find_process(), list[str]()
+    assert stuck is not None
+
+    def end(line: str) -> None:
+        lines.append(line)
+        stuck.kill()
+        stuck.wait()
+
+    stuck.send_signal(signal.SIGSTOP)
+    assert old.attach(end) is None
+    assert lines == [f"waiting for Postgres (process {stuck.pid}): it does not answer; see {old.log}"]
+
+
 def test_binaries_of_the_requested_version_are_used() -> None:
     newest = find_binaries()
     assert find_binaries(major=newest.major_version) == newest
@@ -375,6 +392,7 @@ class TestAsRoot:
         assert running.gids().effective != 0
         assert old.data_folder.stat().st_uid == running.uids().effective
 
+    @pytest.mark.soak
     def test_a_home_without_access_for_the_other_user_uses_another_folder(
         self, home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -396,6 +414,7 @@ class TestAsRoot:
         closed.chmod(0o755)
         assert make_postgres_folder(closed / "home") == folder  # existing data stay in their folder
 
+    @pytest.mark.soak
     def test_binaries_without_access_for_the_other_user_are_copied(
         self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -419,6 +438,7 @@ class TestAsRoot:
         with pytest.raises(StorageError, match="cannot execute"):
             ensure_executable(Binaries(hidden.bin_folder, hidden.version, None), account, home)
 
+    @pytest.mark.soak
     def test_data_keep_their_owner(self, old: EmbeddedPostgres) -> None:
         old.stop()
         owner = find_account(old.data_folder)
@@ -447,6 +467,7 @@ class TestAsRoot:
         assert not user.can_read(old.data_folder / "pg_hba.conf")
         assert not user.can_read(Path(f"/proc/{running.pid}/environ"))
 
+    @pytest.mark.soak
     def test_data_of_earlier_versions_are_handed_over(self, old: EmbeddedPostgres) -> None:
         port, earlier = old.read_port(), pwd.getpwnam("nobody")
         assert port is not None

@@ -23,7 +23,8 @@ from optuna.study import StudyDirection
 
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import RUN_URL
-from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.database.connect import check_database, open_cursor
+from hpsearch.storage.database.roles import WORKER
 from hpsearch.storage.embedded import process, web_service
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.embedded.stack import StackInfo, down, find_running, read_status, revive, up
@@ -161,10 +162,14 @@ def test_up_is_idempotent_and_all_services_work(home: Path, tmp_path: Path) -> N
     tracking = Tracking(stack.tracking_uri)
     remove_probe(tracking, write_probe(tracking))
     assert [path for path in (home / "artifacts").rglob("*") if path.is_file()] == stored
+    _check_status_without_free_connections(home)
 
 
-def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> None:
+def test_services_listen_on_loopback_and_protect_their_secrets(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the user")
     stack = up(home, dashboard=DASHBOARD_COMMAND)
+    server = psutil.Process(_pids(home)["Postgres"])
+    assert not {"AWS_SECRET_ACCESS_KEY", "HOME"} & server.environ().keys(), "Postgres may have another account"
     state = json.loads((home / "stack.json").read_text())
     secrets = [value for name, value in state.items() if name.endswith("_password")]
     secrets.append((home / "postgres" / "password").read_text())
@@ -183,6 +188,24 @@ def test_services_listen_on_loopback_and_protect_their_secrets(home: Path) -> No
     shown = " ".join(f"{service.url} {service.detail}" for service in read_status(home))
     assert not any(secret in shown for secret in secrets)
     assert stack.storage_url != stack.owner_url
+
+
+def _check_status_without_free_connections(home: Path) -> None:
+    state = load_state(home)
+    assert state is not None
+    server, port = EmbeddedStack(home, state).server, state.postgres.port
+    assert server is not None
+    assert port is not None
+    with open_cursor(server.make_url(port), application_name="test", autocommit=True) as cursor:
+        cursor.execute(f"ALTER ROLE {WORKER} CONNECTION LIMIT 0")
+        try:
+            status = read_status(home)[0]
+        finally:
+            cursor.execute(f"ALTER ROLE {WORKER} CONNECTION LIMIT -1")
+    assert status.state == "running"
+    assert status.detail.startswith("it rejects connections: ")
+    assert "too many connections" in status.detail
+    assert "\n" not in status.detail
 
 
 @pytest.mark.soak
@@ -319,7 +342,8 @@ def test_reused_process_ids_are_not_killed_and_failed_starts_have_a_reason(home:
     assert _states(home)["MLflow"] == "starting"  # the start of MLflow takes some seconds
     again = up(home, dashboard=DASHBOARD_COMMAND)
     assert again.dashboard_url != stack.dashboard_url
-    assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url), "ports are kept if free"
+    assert again.tracking_uri != stack.tracking_uri, "after a stop, another user may have had the port"
+    assert again.storage_url == stack.storage_url
     _was_started_again(again, "MLflow", before)
 
 
@@ -386,6 +410,7 @@ def test_a_home_that_is_moved_while_its_services_run(own_stack: StackInfo) -> No
         moved.rename(home)
 
 
+@pytest.mark.soak
 def test_down_stops_all_services_also_without_the_state_file(own_stack: StackInfo) -> None:
     """And on a full disk."""
     home = own_stack.home

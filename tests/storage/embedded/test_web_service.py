@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -105,6 +106,19 @@ def test_a_killed_service_restarts_on_its_port_or_another_if_occupied(small: Sma
         assert small.up().record.port != port
     assert service.is_healthy()
     assert service.record.former_ports == [port], "running clients have this address"
+
+
+def test_a_stopped_service_and_one_from_before_a_reboot_get_another_port(small: Small) -> None:
+    """Another user may have had the port, and a script of his page may still be in the browser."""
+    service = small.up()
+    service.stop()
+    small.up()
+    kill(service)
+    assert service.record.process is not None
+    service.record.process = replace(service.record.process, started=1.0)
+    small.up()
+    assert len({service.record.port, *service.record.former_ports}) == 3
+    assert service.is_healthy()
 
 
 def kill(service: WebService) -> None:

@@ -152,7 +152,21 @@ def test_missing_artifacts_are_not_found(tracking: Tracking, tmp_path: Path) -> 
         artifacts.write("x", file)
 
 
+def test_the_registry_is_that_of_the_tracking_server(stack: StackInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "http://127.0.0.1:9")
+    assert Tracking(stack.tracking_uri).client.search_registered_models("name = 'none'") == []
+
+
 def test_an_invalid_variable_of_mlflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "soon")
     with pytest.raises(StorageError, match=r"^MLFLOW_HTTP_REQUEST_TIMEOUT 'soon' is invalid; correct or unset"):
+        Tracking("http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "0")
+    with pytest.raises(
+        StorageError, match=r"^MLFLOW_HTTP_REQUEST_TIMEOUT must be in \[1, 2147483647\], not 0; correct"
+    ):
+        Tracking("http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "11")
+    with pytest.raises(StorageError, match=r"^MLFLOW_HTTP_REQUEST_MAX_RETRIES must be in \[0, 10\], not 11; correct"):
         Tracking("http://127.0.0.1:9")

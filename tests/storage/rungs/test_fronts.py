@@ -246,6 +246,7 @@ def test_eight_concurrent_workers_promote_each_trial_once(
     assert rows(engine, "SELECT count(*) FROM hpsearch_attempts WHERE ended_at IS NULL") == [(0,)]
 
 
+@pytest.mark.soak
 def test_concurrent_arrivals_give_one_consistent_order(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     count, numbers = 500, np.random.default_rng(3)
     vectors = numbers.integers(0, 60, size=(count, 2)).astype(float).tolist()

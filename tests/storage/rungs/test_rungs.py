@@ -432,6 +432,7 @@ while isinstance(claim := claims.claim(), (Claim, PrunedTrial)):
 """
 
 
+@pytest.mark.soak
 def test_many_processes_promote_each_trial_once_from_the_best(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_killed_and_restarted_server_loses_nothing(
     progress.engine.dispose()
 
 
+@pytest.mark.soak
 def test_an_outage_longer_than_the_retry_time_is_an_error(own_server: tuple[EmbeddedPostgres, str]) -> None:
     server, url = own_server
     port = server.read_port()
@@ -319,6 +320,7 @@ def test_a_call_without_a_retry_time_logs_no_outage(caplog: pytest.LogCaptureFix
     assert caplog.messages[0].startswith("database unavailable, retrying for up to 0 s: ")
 
 
+@pytest.mark.soak
 def test_a_process_frozen_beyond_the_retry_time_retries_once() -> None:
     calls = []
 

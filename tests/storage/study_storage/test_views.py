@@ -238,6 +238,7 @@ def test_names_and_attributes_are_shared(ours: Callable[[], PostgresStorage], th
     assert theirs.get_study_directions(study_id) == directions
 
 
+@pytest.mark.soak
 def test_optimize_with_both_storages_on_one_study(ours: Callable[[], PostgresStorage], theirs: RDBStorage) -> None:
     optuna.create_study(storage=ours(), study_name="s", direction="minimize")
 

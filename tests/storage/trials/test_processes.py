@@ -78,6 +78,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("n_workers", "searches", "n_trials"), [(4, 12, 5), pytest.param(8, 50, 20, marks=pytest.mark.soak)]
 )

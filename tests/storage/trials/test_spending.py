@@ -269,6 +269,7 @@ while (claim := claims.claim()) != NoTrialAvailable(0):
 """
 
 
+@pytest.mark.soak
 def test_many_processes_with_kills_spend_exactly_the_budget(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str, owner_url: str
 ) -> None:

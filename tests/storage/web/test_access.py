@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -90,6 +93,21 @@ def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, 
     )
 
 
+@needs_root
+@pytest.mark.parametrize("service", ["mlflow", "dashboard"])
+def test_another_user_cannot_use_the_cookie_of_a_browser(stack: StackInfo, token: str, service: str) -> None:
+    """The browser sends it to all ports of 127.0.0.1, also to the former port of a service."""
+    cookie = send_request(stack, service, "GET", f"/?token={token}")[1]["set-cookie"].split("; ")[0]
+
+    def use(**headers: str) -> int:
+        return send_request(stack, service, "GET", "/", Cookie=cookie, **headers)[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert act_as_second_user(lambda: [use(), use(X_Forwarded_For=address), use(X_Forwarded_For="a")]) == [401] * 3
+    assert use() in {200, 302}
+
+
 @pytest.mark.parametrize("service", ["mlflow", "dashboard"])
 @pytest.mark.parametrize("origin", ["http://localhost:9999", "https://evil.example", "null", "http://127.0.0.1"])
 def test_a_page_of_another_origin_is_rejected_and_gets_no_cors_header(
@@ -128,6 +146,39 @@ def test_pages_of_the_dashboard_run_no_foreign_script_and_cannot_be_framed(stack
     assert "frame-ancestors 'none'" in policy
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["x-frame-options"] == "DENY"
+
+
+def test_pages_of_mlflow_run_no_foreign_script(stack: StackInfo, token: str) -> None:
+    """Tags and notes of a run may contain scripts and images, and the browser sends the cookie for images."""
+    header = {"Authorization": f"Bearer {token}"}
+    with open_url(f"{stack.tracking_uri}/") as reply:
+        policy, page = reply.headers["Content-Security-Policy"], reply.read()
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    assert "img-src 'self' data: blob:;" in policy
+    (own,) = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    assert f"'sha256-{base64.b64encode(hashlib.sha256(own).digest()).decode()}'" in policy
+    for path in ("/api/2.0/mlflow/experiments/search?max_results=1", "/graphql"):
+        assert send_request(stack, "mlflow", "GET", path, **header)[1]["content-security-policy"] == policy
+
+
+def test_an_artifact_of_mlflow_is_no_script(stack: StackInfo, token: str) -> None:
+    client = mlflow.MlflowClient(stack.tracking_uri)
+    run = client.create_run(client.create_experiment("scripts")).info
+    header = {"Authorization": f"Bearer {token}"}
+    proxy = f"/api/2.0/mlflow-artifacts/artifacts/{run.experiment_id}/{run.run_id}/artifacts"
+    for name, kind in (("a.js", None), ("a.mjs", "application/octet-stream"), ("a.png", "image/png")):
+        client.log_text(run.run_id, "x", name)
+        for path in (f"/get-artifact?path={name}&run_uuid={run.run_id}", f"{proxy}/{name}"):
+            got = send_request(stack, "mlflow", "GET", path, **header)[1]
+            assert "javascript" not in got["content-type"]
+            assert kind is None or got["content-type"] == kind
+            assert got["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("service", ["mlflow", "dashboard"])
+def test_a_service_worker_is_not_served(stack: StackInfo, token: str, service: str) -> None:
+    header = {"Authorization": f"Bearer {token}", "Service_Worker": "script"}
+    assert send_request(stack, service, "GET", "/", **header)[0] == 403
 
 
 @needs_root
@@ -256,6 +307,7 @@ def test_an_address_behind_one_of_the_stack_gets_no_token(stack: StackInfo, toke
     assert token in shown
 
 
+@pytest.mark.soak
 def test_mlflow_works_without_settings_in_a_program_that_knows_only_the_address(stack: StackInfo) -> None:
     program = "import mlflow, sys; mlflow.set_tracking_uri(sys.argv[1]); print(len(mlflow.search_experiments()))"
     environment = {**os.environ, "HPSEARCH_HOME": str(stack.home)}
@@ -263,6 +315,7 @@ def test_mlflow_works_without_settings_in_a_program_that_knows_only_the_address(
     assert int(subprocess.check_output(run, env=environment, text=True)) >= 1
 
 
+@pytest.mark.soak
 def test_mlflow_works_with_the_token_in_its_own_variable(stack: StackInfo, token: str, tmp_path: Path) -> None:
     program = "import mlflow; print(len(mlflow.search_experiments()))"
     variables = {"MLFLOW_TRACKING_URI": stack.tracking_uri, "MLFLOW_TRACKING_TOKEN": token}

@@ -34,7 +34,7 @@ from tests.second_user import listen_as_second_user, needs_root
 RUN = "0" * 32
 
 
-@pytest.fixture(params=["port", "former_ports"])
+@pytest.fixture(params=["port", pytest.param("former_ports", marks=pytest.mark.soak)])
 def embedded_uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the address of the MLflow of a home, or its address before it was restarted on another port."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -143,7 +143,7 @@ def filed(objective_with, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.soak)])
 def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
     config = {"batch_size": 16, "lr": 0.02}
     result = _fit(filed, workers, **config)

@@ -24,7 +24,7 @@ def test_a_stream_is_read_once_per_epoch_and_learned_from():
     assert objective.source.begun < 15, "a pass begins it once"
 
 
-@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_resumed_run_is_bit_identical(workers, tmp_path):
     class Stopped(LocalSession):
         def report(self, record):

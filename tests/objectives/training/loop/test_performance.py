@@ -89,6 +89,7 @@ def test_channels_last_applies_to_convolutions_but_not_to_the_result():
     assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["traced alone", pytest.param("compiled to C++", marks=[needs_headers, pytest.mark.soak])]
@@ -156,6 +157,7 @@ def test_peak_memory_is_recorded_on_a_gpu(wine):
     assert result.history[0].metrics["peak_memory_bytes"] > 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_resumed_without_compilation_is_marked_not_exact(wine, monkeypatch, tmp_path):
     _without_cpp(monkeypatch)

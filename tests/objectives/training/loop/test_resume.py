@@ -52,7 +52,7 @@ def undisturbed():
     ("name", "point"),
     [("cnn", "unsaved"), ("cnn", "unreported"), ("cnn", "reported"), ("sgd", "reported"), ("fp16", "reported")],
 )
-@pytest.mark.parametrize("epoch", range(EPOCHS))
+@pytest.mark.parametrize("epoch", [1, *(pytest.param(epoch, marks=pytest.mark.soak) for epoch in (0, 2))])
 def test_a_run_stopped_at_any_epoch_resumes_exactly(tmp_path, undisturbed, name, epoch, point):
     with pytest.raises(DiedError):
         _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, raise_died)).fit()
@@ -201,6 +201,7 @@ def test_a_checkpoint_of_another_run_is_rejected_and_kept(tmp_path, changed, mes
     assert {p.name: p.read_bytes() for p in tmp_path.glob("*.pt")} == before
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("no_plots")
 def test_resuming_with_another_number_of_threads_is_reported(tmp_path):
     session = Recording(tmp_path, {0: Verdict.STOP})

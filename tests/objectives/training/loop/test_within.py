@@ -46,7 +46,7 @@ def in_pieces(make, config, folder, *, steps, **settings):
     ("name", "workers"),
     [
         *((name, None) for name in sorted(set(CONFIGS) - {"loader"})),
-        pytest.param("loader", None, marks=pytest.mark.slow),
+        pytest.param("loader", None, marks=pytest.mark.soak),
         *(pytest.param(name, workers, marks=pytest.mark.soak) for name in sorted(CONFIGS) for workers in (0, 2)),
     ],
 )

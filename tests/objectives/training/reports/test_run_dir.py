@@ -158,6 +158,7 @@ def test_a_lost_trial_writes_no_metrics(wine, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.soak
 def test_the_style_of_the_working_folder_cannot_start_latex(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
     (tmp_path / "latex").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")

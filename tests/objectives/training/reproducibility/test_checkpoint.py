@@ -118,7 +118,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("writes", [0, 1, 5, 9])
+@pytest.mark.parametrize("writes", [0, 5, *(pytest.param(writes, marks=pytest.mark.soak) for writes in (1, 9))])
 def test_a_kill_during_a_write_leaves_a_complete_state(zygote, tmp_path, writes):
     process = zygote.python(WRITER, tmp_path)
     ready, *numbers = process.lines(writes + 2)
@@ -206,7 +206,7 @@ def test_a_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
 def test_only_leftovers_of_killed_writes_are_removed(tmp_path):
     session = LocalSession(tmp_path)
     session.save(_state(1), best=True)
-    for name in (".last.pt.4711.tmp", ".best.pt.4712.tmp", "notes.tmp"):
+    for name in (".last.pt.4711.tmp", ".best.pt.4712.tmp", ".config.yaml.tmp", "notes.tmp"):
         (tmp_path / name).write_bytes(b"half")
     assert session.restore()["seed"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "notes.tmp"]

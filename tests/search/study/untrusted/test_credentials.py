@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.cli import run_command
-from hpsearch.storage.attributes import RUN_ID, TRACKING_URI
+from hpsearch.search.services import find_services
+from hpsearch.search.study.study import load_study
+from hpsearch.search.study.study_tracking import resolve_tracking
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import CHECKPOINT_URL, RUN_ID, TRACKING_URI
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import credentials
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.study.untrusted.support import make_study
 
@@ -24,6 +32,9 @@ class Listener(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Recorder)
         self.received: list[str | None] = []
+        self.paths: list[str] = []
+        self.target: str | None = None  # address to which it redirects requests
+        self.redirected = "/api/"  # start of their paths; these are requests of MLflow's client
 
     @property
     def uri(self) -> str:
@@ -35,11 +46,15 @@ class _Recorder(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.received.append(self.headers["Authorization"])
-        self.send_response(200)
+        self.server.paths.append(self.path)
+        is_redirected = self.server.target is not None and self.path.startswith(self.server.redirected)
+        self.send_response(307 if is_redirected else 200)
+        if is_redirected:
+            self.send_header("Location", f"{self.server.target}{self.path}")
         self.end_headers()
         self.wfile.write(b"OK" if self.path == "/health" else b"{}")
 
-    do_POST = do_GET  # noqa: N815 named by the base class
+    do_POST = do_PUT = do_GET  # noqa: N815 named by the base class
 
     def log_message(self, *_: object) -> None: ...
 
@@ -117,3 +132,72 @@ def test_credentials_are_sent_to_a_configured_address(
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "geheim")
     run_command(["show", "s", "--tracking-uri", f"{listener.uri}/"])
     assert "Bearer geheim" in listener.received
+
+
+@pytest.mark.usefixtures("home")
+def test_workers_of_a_fleet_do_not_trust_an_address_from_the_study(
+    storage: PostgresStorage, listener: Listener, database_url: str
+) -> None:
+    make_study(storage, **{TRACKING_URI: listener.uri})
+    study = load_study(storage, "s")
+    services = resolve_tracking(find_services({"storage_url": database_url}), study)
+    options = WorkerOptions(**services.addresses)  # as `promote --refit` gives them to its workers
+    assert resolve_tracking(find_services(options.addresses), study).tracking_uri == listener.uri
+    assert not credentials.is_trusted_uri(listener.uri), "its artifact locations could be any folders of the worker"
+    given = find_services({"storage_url": database_url, "tracking_uri": listener.uri})
+    assert given.addresses["tracking_uri"] == listener.uri
+
+
+@pytest.fixture
+def netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "netrc"
+    file.write_text("machine localhost login admin password geheim\n")  # of all ports of this host
+    file.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(file))
+
+
+@pytest.mark.usefixtures("home", "netrc")
+def test_credentials_of_netrc_are_not_sent_by_a_redirect(
+    storage: PostgresStorage, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_HTTP_REDIRECTS", "true")
+    listener.target = f"http://localhost:{listener.server_port}"
+    make_study(storage, **{TRACKING_URI: listener.uri, RUN_ID: "0" * 32})
+    assert run_command(["show", "s"]) == 0
+    assert any(path.startswith("/api/") for path in listener.paths)
+    assert set(listener.received) == {None}
+    credentials.allow_credentials(listener.uri)
+    Tracking(listener.uri)
+    assert os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] == "true", "the user's value, for a server of the user"
+
+
+@pytest.mark.usefixtures("home", "netrc")
+def test_credentials_of_netrc_are_not_sent_without_mlflow_authentication(
+    storage: PostgresStorage, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_AUTH", "")
+    uri = f"http://localhost:{listener.server_port}"
+    make_study(storage, **{TRACKING_URI: uri, RUN_ID: "0" * 32})
+    assert run_command(["show", "s"]) == 0
+    assert any(path.startswith("/api/") for path in listener.paths)
+    assert set(listener.received) == {None}
+
+
+def test_a_health_check_follows_redirects_of_a_configured_server_only(listener: Listener) -> None:
+    listener.target, listener.redirected = f"http://localhost:{listener.server_port}/other", "/version"
+    with pytest.raises(StorageError, match="redirects of a configured server only; set --tracking-uri http"):
+        check_server(listener.uri)
+    assert listener.paths == ["/health", "/version"]
+    credentials.allow_credentials(listener.uri)
+    check_server(listener.uri)
+    assert listener.paths[2:] == ["/health", "/version", "/other/version"]
+
+
+@pytest.mark.usefixtures("home", "netrc")
+def test_credentials_of_netrc_are_not_sent_to_a_checkpoint_url_from_the_study(
+    storage: PostgresStorage, listener: Listener
+) -> None:
+    make_study(storage, **{CHECKPOINT_URL: f"webhdfs://localhost:{listener.server_port}/x"})
+    assert run_command(["doctor", "s"]) == 1
+    assert listener.received
+    assert set(listener.received) == {None}

@@ -7,15 +7,27 @@ from pathlib import Path
 import optuna
 import pytest
 import sqlalchemy as sa
+from optuna.distributions import FloatDistribution
 
 from hpsearch.search.api.study import delete_study, list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import load_study
-from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, SPEC, TRACKING
+from hpsearch.storage.attributes import (
+    EARLY_TERMINATION,
+    FOLDER_NAME,
+    LEAKS,
+    REASON,
+    RUN_ID,
+    SPEC,
+    TRACKING,
+    VAL_SAMPLES,
+)
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
 from tests.search.study.untrusted.support import TOKEN, make_study, read_error
+
+LR = FloatDistribution(0.0, 1.0)
 
 
 @pytest.mark.parametrize("key", [SPEC, FOLDER_NAME, EARLY_TERMINATION])
@@ -74,6 +86,27 @@ def test_a_study_with_invalid_settings_can_be_deleted(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [*((LEAKS, value) for value in (None, [1], "x", -1)), (VAL_SAMPLES, [1]), (VAL_SAMPLES, "x"), (RUN_ID, [1])],
+)
+def test_an_attribute_of_another_type_is_ignored(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    make_study(storage, **{key: value})
+    for command in (["show", "s"], ["report", "s"], ["gc", "--yes"], ["delete", "s", "--yes"]):
+        assert run_command(command) == 0, read_error(capsys)
+
+
+def test_a_report_shows_a_reason_of_another_type(
+    home: Path, storage: PostgresStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = make_study(storage, **{VAL_SAMPLES: 0})
+    storage.import_trials(study, [optuna.trial.create_trial(value=0.25, user_attrs={REASON: [1]})])
+    for command in (["show", "s"], ["report", "s"]):
+        assert run_command(command) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("evidence", "promoted_at"), [("[]", "2026-01-01"), ("null", "2026-01-01"), ("{}", "0044-03-15 BC")]
 )
 def test_a_damaged_promotion_is_left_out(
@@ -89,6 +122,21 @@ def test_a_damaged_promotion_is_left_out(
         connection.execute(statement, {"study": study, "at": promoted_at, "evidence": evidence})
     assert [row.name for row in list_studies()] == ["s"]
     assert run_command(["show", "s"]) == 0
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '{"name": "CategoricalDistribution", "attributes": {}}'])
+def test_a_trial_with_a_damaged_parameter_lacks_it(home: Path, storage: PostgresStorage, text: str) -> None:
+    study = make_study(storage)
+    trials = [optuna.trial.create_trial(value=v, params={"lr": v}, distributions={"lr": LR}) for v in (0.25, 0.5)]
+    storage.import_trials(study, trials)
+    with storage.engine.begin() as connection:
+        statement = "UPDATE trial_params SET distribution_json = :text WHERE param_value = 0.25"
+        connection.execute(sa.text(statement), {"text": text})
+    fresh = load_study(storage, "s")
+    assert [trial.params for trial in fresh.trials()][-2:] == [{}, {"lr": 0.5}]
+    assert [storage.get_trial(trial._trial_id).params for trial in fresh.trials()][-2:] == [{}, {"lr": 0.5}]
+    for command in (["show", "s"], ["export", "s"], ["gc", "--yes"], ["delete", "s", "--yes"]):
+        assert run_command(command) == 0
 
 
 def test_attributes_that_are_not_json_do_not_hide_pending_trials(storage: PostgresStorage) -> None:

@@ -67,6 +67,7 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     wait_for(shipped, "all of the journal")
 
 
+@pytest.mark.soak
 def test_a_resumed_trial_continues_its_run(
     post: Post, server: FakeServer, new_reader: Callable[[], WandbConsumer]
 ) -> None:

@@ -162,7 +162,8 @@ def ship_at_last(post: Post, reader: WandbConsumer, journal: Journal) -> None:
     raise AssertionError("waited in vain")
 
 
-@pytest.mark.parametrize("victim", [pytest.param("process", marks=pytest.mark.soak), "service"])
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["process", "service"])
 def test_a_killed_process_loses_and_duplicates_nothing(post: Post, readers: Readers, victim: str) -> None:
     """The package's own service may be killed too: the run is sent again, except for the records in its files."""
     before = children()
@@ -189,6 +190,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.soak
 def test_records_of_a_killed_worker_are_written_and_its_run_released(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     done = subprocess.run([sys.executable, "-c", _PUPPET, str(folder)], cwd=Path.cwd(), check=False)
@@ -204,6 +206,7 @@ def test_records_of_a_killed_worker_are_written_and_its_run_released(tmp_path: P
     assert sorted(found) == [0, 1, 2]
 
 
+@pytest.mark.soak
 def test_records_of_a_dead_process_are_sent_with_the_outcome_of_the_trial(post: Post, readers: Readers) -> None:
     journal = post.open()
     log(journal, range(3))
@@ -216,6 +219,7 @@ def test_records_of_a_dead_process_are_sent_with_the_outcome_of_the_trial(post: 
     assert values(path, "summary")["state"] == '"pruned"'
 
 
+@pytest.mark.soak
 def test_a_run_of_another_process_is_not_written(post: Post, readers: Readers) -> None:
     first, again = readers.new(), readers.new()
     journal = post.open()
@@ -230,6 +234,7 @@ def test_a_run_of_another_process_is_not_written(post: Post, readers: Readers) -
     assert readers.steps() == [0, 1]
 
 
+@pytest.mark.soak
 def test_an_unreachable_server_is_retried(post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Port 9 of this machine is closed."""
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -283,6 +288,7 @@ def test_a_missing_api_key_is_an_error_of_one_line(
     )
 
 
+@pytest.mark.soak
 def test_records_of_several_blocks_are_read_completely(tmp_path: Path) -> None:
     line = Connection(tmp_path)
     assert line.request(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}

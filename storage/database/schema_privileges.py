@@ -1,0 +1,116 @@
+"""Users who may create functions and operators in the schema of the tables, and those that exist.
+
+Postgres prefers an operator of the schema that fits the types exactly to one of its own. So a user who creates one
+there can run code as each user who works with the tables, also as the owner (CVE-2018-1058).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHOWN_OBJECTS = 5
+_EVERYONE = "PUBLIC"
+
+
+def secure_schema(cursor: Any) -> tuple[list[str], list[str]]:
+    """Withdraw the privilege to create in the schema from all users but the owners, where the current user may.
+
+    The transaction must end afterwards: its search path lacks the schema.
+
+    Returns:
+        Errors and warnings, each with the remedy. Errors are functions and operators of other users in the schema,
+        which further statements may use. Warnings are withdrawn privileges, users who may still create in the schema,
+        and tables of other users.
+    """
+    cursor.execute("SELECT current_schemas(false)::text[]")
+    (schemas,) = cursor.fetchone()
+    cursor.execute("SET LOCAL search_path = pg_catalog")  # so that these queries use no operators of other users
+    warnings = []
+    for schema, grantee, owners, can_revoke in _find_creators(cursor, schemas):
+        statement = f"REVOKE CREATE ON SCHEMA {schema} FROM {grantee}; GRANT ALL ON SCHEMA {schema} TO {owners}"
+        if can_revoke and grantee == _EVERYONE:
+            cursor.execute(statement)
+            warnings.append(
+                f"the permission of all users to create in the schema {schema} is withdrawn; if other programs have "
+                f"tables there, give it to their owners: GRANT CREATE ON SCHEMA {schema} TO ROLE"
+            )
+        else:
+            warnings.append(
+                f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create functions in the schema "
+                f"{schema}, which could run as the owner of the tables; run as a superuser: {statement}"
+            )
+    errors = []
+    if code := _find_foreign_objects(cursor, schemas, _CODE):
+        errors.append(
+            f"other users own functions or operators in the schema of the tables, which could run as the owner: "
+            f"{_shorten(code)}; as their owner or a superuser, drop them or move them to another schema"
+        )
+    if tables := _find_foreign_objects(cursor, schemas, _TABLES):
+        warnings.append(
+            f"other users own tables in the schema of the studies: {_shorten(tables)}; check their triggers"
+        )
+    return errors, warnings
+
+
+def _shorten(objects: list[str]) -> str:
+    more = len(objects) - _SHOWN_OBJECTS
+    return ", ".join(objects[:_SHOWN_OBJECTS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _find_creators(cursor: Any, schemas: list[str]) -> list[tuple[str, str, str, bool]]:
+    """Return the users that may create in a schema, without its owners and superusers.
+
+    Returns:
+        For each of them the schema, the user, those who need the privilege (the current user, and the owners of the
+        database and of the tables), and whether the current user can revoke it.
+    """
+    cursor.execute(
+        f"""
+        SELECT quote_ident(nspname), CASE grantee WHEN 0::oid THEN '{_EVERYONE}' ELSE grantee::regrole::text END,
+               (SELECT string_agg(quote_ident(rolname), ', ' ORDER BY rolname) FROM pg_roles WHERE oid = ANY(owners)),
+               pg_has_role(nspowner, 'USAGE')
+          FROM pg_namespace n CROSS JOIN aclexplode(coalesce(nspacl, acldefault('n', nspowner)))
+         CROSS JOIN pg_database d
+         CROSS JOIN LATERAL (SELECT ARRAY[datdba, (SELECT oid FROM pg_roles WHERE rolname = current_user),
+                                          (SELECT relowner FROM pg_class
+                                            WHERE relname = 'studies' AND relnamespace = n.oid)] AS owners) o
+         WHERE nspname = ANY(%s) AND datname = current_database() AND privilege_type = 'CREATE'
+           AND NOT coalesce(grantee = ANY(array_remove(owners || nspowner, NULL)), false)
+           AND NOT EXISTS (SELECT FROM pg_roles WHERE oid = grantee AND rolsuper)
+        """,  # noqa: S608 the part is a constant
+        (schemas,),
+    )
+    return [tuple(row) for row in cursor.fetchall()]
+
+
+# Kind and name, owner and schema of each object.
+_CODE = """
+    SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace, oid, 'pg_proc'::regclass FROM pg_proc
+    UNION ALL
+    SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace, oid, 'pg_operator'::regclass FROM pg_operator
+"""
+_TABLES = """
+    SELECT 'table ' || oid::regclass::text, relowner, relnamespace, oid, 'pg_class'::regclass
+      FROM pg_class WHERE relkind IN ('r', 'p', 'v', 'm', 'f')
+"""
+
+
+def _find_foreign_objects(cursor: Any, schemas: list[str], objects: str) -> list[str]:
+    """Return the objects of other users than the database's owner, superusers and roles of the current user.
+
+    The objects of extensions do not count, because their scripts are those of the server's administrator.
+    """
+    cursor.execute(
+        f"""
+        SELECT object || ' of ' || quote_ident(rolname)
+          FROM ({objects}) AS o (object, owner, namespace, id, catalog)
+          JOIN pg_namespace n ON n.oid = namespace
+          JOIN pg_roles r ON r.oid = owner
+         WHERE nspname = ANY(%s) AND NOT rolsuper AND NOT pg_has_role(owner, 'USAGE')
+           AND owner <> (SELECT datdba FROM pg_database WHERE datname = current_database())
+           AND NOT EXISTS (SELECT FROM pg_depend WHERE classid = catalog AND objid = id AND deptype = 'e')
+         ORDER BY 1
+        """,  # noqa: S608 the parts are constants
+        (schemas,),
+    )
+    return [text for (text,) in cursor.fetchall()]
