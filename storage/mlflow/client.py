@@ -21,7 +21,7 @@ import tenacity
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.consumer import RunRejectedError
-from hpsearch.storage.mlflow.credentials import check_credentials, is_configured
+from hpsearch.storage.mlflow.credentials import check_credentials, restrict_client
 from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.locations import restrict_artifact_locations
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, NOTE, REASON, STATE, STUDY, STUDY_ID, TRIAL
@@ -49,18 +49,6 @@ _CLIENT_SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_TRACKING_AUTH": AUTH_NAME,  # token_auth.py, which changes requests to embedded services only
 }
-
-# The HTTP client sends credentials in ~/.netrc to the hosts of redirects, and of URLs for direct downloads and uploads.
-# A server that the user has not configured could choose its own host, or one that only this machine can reach.
-_SETTINGS_FOR_UNCONFIGURED_SERVERS = {
-    "MLFLOW_TRACKING_AUTH": AUTH_NAME,  # with an empty value, the HTTP client would send those in ~/.netrc
-    "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
-    "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false",
-    "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false",
-}
-
-
-_user_settings: dict[str, str | None] = {}  # values of these variables before hpsearch changed them
 
 
 class RunDeletedError(RunRejectedError):
@@ -107,21 +95,6 @@ def check_mlflow_variables() -> None:
             raise StorageError(f"{name} must be in [{low}, {high}], not {value}; correct or unset the variable")
 
 
-def _restrict_client(uri: str) -> None:
-    """Set the variables of MLflow's client for a server that the user has not configured; otherwise restore them."""
-    if not is_configured(uri):
-        for name, value in _SETTINGS_FOR_UNCONFIGURED_SERVERS.items():
-            _user_settings.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
-        return
-    for name, before in _user_settings.items():
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-    _user_settings.clear()
-
-
 class Tracking:
     """The tracking server, and the experiment that contains the runs of all studies.
 
@@ -141,7 +114,7 @@ class Tracking:
         check_credentials(uri)
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
-        _restrict_client(uri)
+        restrict_client(uri)
         _reach_loopback_directly(uri)
         import mlflow
 

@@ -19,7 +19,17 @@ _VARIABLES = tuple(f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD"
 _HARMLESS = (None, "", AUTH_NAME)  # this AUTH sends tokens of embedded servers, and only to them
 _FILE = "~/.mlflow/credentials"  # read by MLflow's client too
 
+# The HTTP client sends credentials in ~/.netrc to the hosts of redirects, and of URLs for direct downloads and uploads.
+# A server that the user has not configured could choose its own host, or one that only this machine can reach.
+_SETTINGS_FOR_UNCONFIGURED_SERVERS = {
+    "MLFLOW_TRACKING_AUTH": AUTH_NAME,  # with an empty value, the HTTP client would send those in ~/.netrc
+    "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
+    "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false",
+    "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false",
+}
+
 _configured: set[str] = set()
+_user_settings: dict[str, str | None] = {}  # values of these variables before hpsearch changed them
 
 
 class CredentialsWithheldError(StorageError):
@@ -52,6 +62,26 @@ def check_credentials(uri: str) -> None:
             f"tracking server {uri} is named only by the study, so the credentials in {source} are not sent to it; "
             f"to send them, set --tracking-uri {shlex.quote(uri)} or HPSEARCH_TRACKING_URI"
         )
+
+
+def restrict_client(uri: str) -> None:
+    """Set the variables of MLflow's client for a server that the user has not configured; otherwise restore them."""
+    if is_configured(uri):
+        restore_client()
+        return
+    for name, value in _SETTINGS_FOR_UNCONFIGURED_SERVERS.items():
+        _user_settings.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def restore_client() -> None:
+    """Restore the user's values of the variables that `restrict_client` changed."""
+    for name, before in _user_settings.items():
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    _user_settings.clear()
 
 
 def find_credentials() -> str | None:
