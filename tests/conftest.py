@@ -34,7 +34,6 @@ from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_dat
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
-from hpsearch.storage.mlflow.credentials import restore_client
 from hpsearch.storage.urls import build_url
 from tests.faults.harness import Zygote, server_in, zygotes
 
@@ -179,14 +178,6 @@ def _no_settings_of_the_user() -> Iterator[None]:
                 patch.delenv(name)
         patch.setenv("HPSEARCH_HOME", str(home))
         yield
-
-
-@pytest.fixture(autouse=True)
-def _restored_mlflow_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the variables of MLflow's client before `monkeypatch` restores those that a test has set."""
-    del monkeypatch
-    yield
-    restore_client()
 
 
 @pytest.fixture(scope="session")
