@@ -23,9 +23,10 @@ from hpsearch.storage.web.token import TOKEN_VARIABLE
 
 _ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"  # MLflow's own variables
 _DESTINATION = "_MLFLOW_SERVER_ARTIFACT_DESTINATION"
+_PREFIX = "_MLFLOW_STATIC_PREFIX"  # the value of MLFLOW_STATIC_PREFIX, below which MLflow also has its pages
 _PROXY = "/mlflow-artifacts/"
 # Features that run programs on the server or send requests to addresses that the client chooses.
-_DISABLED = re.compile(
+_DISABLED = (
     r"/+(gateway|(ajax-)?api/+\d\.\d/+(jobs|mlflow/+(assistant|demo|gateway|gateway-proxy|genai|issues|jobs|mcp-servers"
     r"|prompt-optimization|scorers?|webhooks|workspaces)))(/|$)"
 )
@@ -52,21 +53,28 @@ PAGE_POLICY = (
 _UPLOAD_TEXT = b"Upload to the artifacts of a run, model or trace: EXPERIMENT/RUN/artifacts/FILE.\n"
 
 
-class _MlflowGuard(Guard):
+class MlflowGuard(Guard):
     """Guard that also rejects the disabled features, and uploads outside the artifacts of runs, models and traces.
 
     Commands import no objective file from a folder of artifacts, which they recognize by its path.
     """
 
     def check(self, request: Request) -> Reply | None:
+        """Return the reply to a request that is not accepted; None if MLflow may answer."""
         if (reply := super().check(request)) is not None:
             return reply
-        if _DISABLED.match(request.path):
+        if _is_disabled(request.path.removeprefix(request.root)):
             return make_reply(HTTPStatus.FORBIDDEN, _DISABLED_TEXT)
         is_upload = _PROXY in request.path and request.method not in {"GET", "HEAD", "DELETE"}
         if is_upload and not ARTIFACT_PATH.search(request.path.partition(_PROXY)[2]):
             return make_reply(HTTPStatus.FORBIDDEN, _UPLOAD_TEXT)
         return None
+
+
+def _is_disabled(path: str) -> bool:
+    """Return whether the path of a request belongs to a disabled feature, with or without MLflow's prefix of paths."""
+    prefix = "".join(f"/+{re.escape(part)}" for part in os.environ.get(_PREFIX, "").split("/") if part)
+    return re.match(f"({prefix})?{_DISABLED}", path) is not None
 
 
 def _check_database_user(_dialect: Any, _record: Any, _arguments: Any, parameters: Any) -> None:
@@ -91,7 +99,7 @@ def create_app() -> Asgi:
     pages.after_request(_hide_assistant)
     restrict_locations(os.environ.get(_DESTINATION, ""))
     origins = [origin.strip() for origin in os.environ.get(_ORIGINS, "").split(",") if origin.strip()]
-    return guard_asgi(_add_policy(app), _MlflowGuard(token or None, origins))
+    return guard_asgi(_add_policy(app), MlflowGuard(token or None, origins))
 
 
 def _add_policy(app: Asgi) -> Asgi:

@@ -52,6 +52,7 @@ class Request:
     Attributes:
         headers: values by name in lower case.
         ports: ports of the server and of the client if both are on 127.0.0.1; None otherwise.
+        root: start of the path that the server adds to the paths of the application, such as uvicorn's root path.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Request:
     query: str
     headers: Mapping[str, str]
     ports: tuple[int, int] | None = None
+    root: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         query = scope["query_string"].decode("latin-1")
         ports = _find_ports(scope.get("client") or (None, None), (scope.get("server") or (None, None))[1])
-        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers, ports))
+        root = scope.get("root_path", "")
+        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers, ports, root))
         if reply is None:
             return await app(scope, receive, send)
         encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers]

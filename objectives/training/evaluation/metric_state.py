@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpsearch.objectives.errors import ObjectiveError
+
 _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 _CONSTANT = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
 _CONSTANTS = (*_CONSTANT, re.Pattern, Path, torch.dtype, torch.device)
@@ -37,13 +39,33 @@ def get_metric_state(metrics: object) -> dict[str, Any]:
 
 
 def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
-    """Restore the result of `get_metric_state` in an object that was constructed in the same way."""
+    """Restore the result of `get_metric_state` in an object that was constructed in the same way.
+
+    The state may come from another person. Its names must not lead from the object to classes, functions or modules,
+    because their attributes belong to the whole process: `sys.path`, for example, decides which code is imported.
+
+    Raises:
+        ObjectiveError: the state names an attribute that no state of the object contains.
+    """
+    known = dict(_iterate_state(metrics))
     for name, value in state.items():
         attribute = name.removeprefix("buffer ").removeprefix("module ")
-        if isinstance(value, Mapping) and value.get("kind") == "object":
-            load_metric_state(getattr(metrics, attribute), value["of"])
+        is_object = isinstance(value, Mapping) and value.get("kind") == "object"
+        is_special = attribute.startswith("__") and name not in known
+        if is_special or (is_object and not _is_object(known.get(name))):
+            raise ObjectiveError(
+                f"the checkpoint does not fit the metrics of the objective: {type(metrics).__name__} has no state "
+                f"{name!r}"
+            )
+        if is_object:
+            load_metric_state(known[name], value["of"])
         else:
             _assign(metrics, attribute, _load(value))
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a checkpoint holds the state of a value by the names of its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, (*_PLAIN, *_CONSTANTS))
 
 
 def _dump_object(thing: object, path: str, above: list[int]) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -16,6 +19,8 @@ from sqlalchemy.engine import make_url
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import load_state
+from hpsearch.storage.mlflow.server import MlflowGuard
+from hpsearch.storage.web.guard import guard_asgi
 from tests.storage.web.support import send_request
 
 
@@ -48,6 +53,37 @@ def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
 ) -> None:
     """MLflow's assistant runs commands in a shell; other features send requests to any address."""
     assert send_request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "status"),
+    [
+        ("/x/y/ajax-api/3.0/mlflow/assistant/config", "", 403),
+        ("//x//y//gateway/mlflow/v1/chat/completions", "", 403),
+        ("/ajax-api/3.0/mlflow/assistant/config", "", 403),
+        ("/root/x/y/api/2.0/mlflow/webhooks", "/root", 403),
+        ("/root/api/2.0/mlflow/webhooks", "/root", 403),
+        ("/x/y/ajax-api/2.0/mlflow/experiments/search", "", 200),
+        ("/ajax-api/2.0/mlflow-artifacts/artifacts/1/gateway/file", "", 200),
+    ],
+)
+def test_disabled_features_have_no_other_paths(
+    path: str, root: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow has its pages also below MLFLOW_STATIC_PREFIX, and uvicorn adds its root path to all paths."""
+    monkeypatch.setenv("_MLFLOW_STATIC_PREFIX", "/x/y")
+
+    async def answer(_scope: object, _receive: object, send: Callable[..., Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def record(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    messages: list[dict[str, Any]] = []
+    scope = {"type": "http", "method": "GET", "scheme": "http", "path": path, "root_path": root}
+    app: Any = guard_asgi(answer, MlflowGuard(None))
+    asyncio.run(app({**scope, "headers": [], "query_string": b""}, None, record))
+    assert messages[0]["status"] == status
 
 
 @pytest.mark.parametrize(("host", "status"), [("10.evil.example", 403), ("localhost:9", 200), ("[::1]:9", 200)])

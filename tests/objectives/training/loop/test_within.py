@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,45 @@ def test_a_metric_collection_with_shared_states_is_saved_within_an_epoch():
     for batch in batches[2:]:
         second.update(*batch)
     assert second.compute() == whole.compute()
+
+
+class Located(Pooled):
+    """A metric with attributes that lead to modules and functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder, self.math, self.update_count = Path("/data"), math, torch.zeros(())
+
+
+def make_object(**attributes):
+    return {"kind": "object", "of": attributes}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"math": make_object(pi=3.0)},
+        {"folder": make_object(__class__=make_object(anchor="/other"))},
+        {"of": make_object(__defaults__={"kind": "tuple", "of": [1]})},
+        {"update": make_object(__self__=make_object(rows=0))},
+        {"__class__": make_object(compute=0.0)},
+        {"auroc": make_object(_inner=make_object(__class__=make_object(compute=0.0)))},
+        {"update_count": make_object(shown=1)},
+        {"__dict__": {"kind": "set", "of": []}},
+        {"missing": make_object(shown=1)},
+    ],
+)
+def test_the_state_of_metrics_cannot_change_classes_functions_or_modules(state, tmp_path):
+    """The author of a checkpoint could otherwise change sys.path, and with it the code that is imported."""
+    config, settings = TrainConfig(batch_size=16), {"epochs": 2, "seed": 0}
+    Trainer(wine_with(Located)(), config, session=Leaving(tmp_path), **settings).fit()
+    saved = checkpoint.read(tmp_path / "last.pt")
+    saved["within"]["sums"]["running"]["metrics"] |= state
+    checkpoint.write(tmp_path / "last.pt", saved)
+    before = math.pi, Pooled.compute, type(binary()).compute, torch.nn.functional.softmax.__defaults__
+    with pytest.raises(ObjectiveError, match=r"checkpoint does not fit the metrics of the objective: \w+ has no state"):
+        Trainer(wine_with(Located)(), config, session=LocalSession(tmp_path), **settings).fit()
+    assert (math.pi, Pooled.compute, type(binary()).compute, torch.nn.functional.softmax.__defaults__) == before
 
 
 class Drawing:
