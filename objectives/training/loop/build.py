@@ -87,8 +87,7 @@ def build_run(
     step_function = build_step_function(objective, config, splits, model, device)
     check_classes(objective, splits, step_function)
     metrics, resplit = _make_metrics(objective, splits, plan, device, ranks)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ObjectiveError(f"{owner}.model has no parameters to train")
+    _check_model(owner, model)
     with wrap_user_errors(f"{owner}.augment"):
         if (augment := objective.augment(config)) is not None:
             augment(splits.train.inputs(slice(0, 2)))
@@ -185,6 +184,24 @@ def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device
         model.train()
 
 
+def _check_model(owner: str, model: nn.Module) -> None:
+    """Reject a model without trainable parameters, or with a state that is not only tensors.
+
+    Raises:
+        ObjectiveError: the model is rejected, or its `state_dict` raised an error.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ObjectiveError(f"{owner}.model has no parameters to train")
+    with wrap_user_errors(f"{owner}.model"):
+        state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ObjectiveError(
+                f"{owner}.model has a {type(value).__name__} in its state_dict() at {name!r}; "
+                "return a tensor from get_extra_state()"
+            )
+
+
 def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:
     """Return the objective's parameter groups, or the default groups.
 
@@ -197,8 +214,13 @@ def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) ->
             return complete_groups(model, config, own)
     if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    model.requires_grad_(True)
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     try:
         return parameter_groups(model, config)
     finally:

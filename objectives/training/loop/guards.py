@@ -69,8 +69,8 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
 
     Raises:
         DeviceMemoryError: the memory of the device is exhausted.
-        ObjectiveError: an operation has no deterministic kernel, which the configuration requires; or the loss depends
-            on no trainable parameter, or on tensors of an earlier step.
+        ObjectiveError: an operation has no deterministic kernel, which the configuration requires; a gradient is
+            sparse; or the loss depends on no trainable parameter, or on tensors of an earlier step.
     """
     try:
         yield
@@ -81,6 +81,10 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
         operation, found, _ = first.partition(" does not have a deterministic implementation")
         if found:
             raise ObjectiveError(f"{operation}{found}; set deterministic=False in the TrainConfig") from error
+        if "with arguments from the 'Sparse" in first:
+            raise ObjectiveError(
+                "the model has sparse gradients, which are not supported; set sparse=False in its embeddings"
+            ) from error
         if "does not require grad and does not have a grad_fn" in first:
             raise ObjectiveError(
                 "the loss depends on no trainable parameter: it is detached, computed without gradients, or all "

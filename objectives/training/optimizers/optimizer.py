@@ -116,9 +116,10 @@ def _group_order(name: str) -> tuple[int, int]:
     return int(depth or 0), ("muon", "decay", "no_decay").index(kind)
 
 
-def _fused(device: torch.device) -> dict[str, Any]:
-    """Return the argument for updates of all parameters at once: `fused` if the device supports it, else `foreach`."""
-    return {"fused": True} if device.type in {"cpu", "cuda"} else {"foreach": True}
+def _fused(groups: ParameterGroups, device: torch.device) -> dict[str, Any]:
+    """Return the argument for updates of all parameters at once: `fused` if it supports them, else `foreach`."""
+    is_real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
+    return {"fused": True} if is_real and device.type in {"cpu", "cuda"} else {"foreach": True}
 
 
 def _adam_like(config: TrainConfig) -> dict[str, Any]:
@@ -128,11 +129,13 @@ def _adam_like(config: TrainConfig) -> dict[str, Any]:
 def _sgd(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     # If loss scaling skips the first step, torch 2.13's fused SGD uses an uninitialized momentum buffer. It also has
     # no kernel for sharded weights.
-    kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(device)
+    kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(groups, device)
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
 
 def _muon(groups: ParameterGroups, config: TrainConfig, _device: torch.device) -> Optimizer:
+    if any(parameter.is_complex() for group in groups for parameter in group["params"]):
+        raise ObjectiveError("optimizer muon does not support complex parameters; use another optimizer")
     for group in groups:
         group["use_muon"] = group["name"].startswith("muon")
         if not group["use_muon"]:
@@ -162,8 +165,8 @@ def _from_library(name: str, *args: Any, **settings: Any) -> Optimizer:
 
 FACTORIES: dict[str, Factory] = {
     "sgd": _sgd,
-    "adam": lambda groups, config, device: Adam(groups, **_adam_like(config), **_fused(device)),
-    "adamw": lambda groups, config, device: AdamW(groups, **_adam_like(config), **_fused(device)),
+    "adam": lambda groups, config, device: Adam(groups, **_adam_like(config), **_fused(groups, device)),
+    "adamw": lambda groups, config, device: AdamW(groups, **_adam_like(config), **_fused(groups, device)),
     "nadam": lambda groups, config, _: NAdam(groups, **_adam_like(config), decoupled_weight_decay=True, foreach=True),
     "rmsprop": lambda groups, config, _: RMSprop(groups, lr=config.lr, momentum=config.momentum, foreach=True),
     "adagrad": lambda groups, config, _: Adagrad(groups, lr=config.lr, foreach=True),
@@ -216,7 +219,7 @@ def build_optimizer(
     """Return the configured optimizer; `groups` None uses the result of `parameter_groups`.
 
     Raises:
-        ObjectiveError: the optimizer needs pytorch-optimizer, which is not installed.
+        ObjectiveError: the optimizer does not support complex parameters, or needs pytorch-optimizer.
     """
     return FACTORIES[config.optimizer](parameter_groups(model, config) if groups is None else groups, config, device)
 

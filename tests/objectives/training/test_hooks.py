@@ -93,6 +93,17 @@ class Thawing(Wine):
             model[1][0].requires_grad_(True)
 
 
+def test_parameters_of_integers_stay_frozen():
+    class Quantized(Thawing):
+        def model(self, config, train):
+            model = super().model(config, train)
+            model.scale = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+            return model
+
+    config = TrainConfig(lr=0.02, batch_size=32)
+    assert Trainer(Quantized(), config, epochs=1, seed=0, session=Memory()).fit().status == "completed"
+
+
 def test_layers_are_unfrozen_also_in_a_resumed_run(tmp_path):
     config, firsts = TrainConfig(lr=0.02, batch_size=32), []
 

@@ -19,6 +19,27 @@ def _wine_but(**parts):
 NET = nn.Linear(13, 3)
 
 
+class CountsCalls(nn.Linear):
+    """A layer with extra state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class EmbedsBins(nn.Module):
+    """A model with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(8, 3, sparse=True)
+
+    def forward(self, x):
+        return self.embedding(x.long().clamp(0, 7))
+
+
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
@@ -37,6 +58,11 @@ NET = nn.Linear(13, 3)
             {"model": lambda *_: nn.LSTM(13, 3)},
             "the model returns a tuple, but accuracy needs a tensor",
         ),
+        (
+            {"model": lambda *_: nn.Sequential(CountsCalls(13, 3))},
+            r"Changed.model has a dict in its state_dict\(\) at '0._extra_state'; return a tensor from get_extra_state",
+        ),
+        ({"model": lambda *_: EmbedsBins()}, "sparse gradients, which are not supported; set sparse=False in its emb"),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in; did you mean 'accuracy'"),
         (

@@ -118,6 +118,23 @@ def test_the_first_steps_of_every_optimizer_lower_the_loss(name):
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_optimizers_with_fused_kernels_train_complex_parameters(name):
+    """The spectral weights of a Fourier neural operator are complex; the fused kernels reject them."""
+
+    class Spectral(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(torch.complex64)).real
+
+    x, y = _task()
+    torch.manual_seed(0)
+    model = Spectral(4, 1, dtype=torch.complex64)
+    losses = _steps(model, build_optimizer(model, TrainConfig(optimizer=name, lr=0.01), CPU), x, y, 40)
+    assert losses[-1] < losses[0]
+    with pytest.raises(ObjectiveError, match="muon does not support complex parameters; use another optimizer"):
+        build_optimizer(model, TrainConfig(optimizer="muon"), CPU)
+
+
 @pytest.mark.parametrize("base", sorted(BASE_OPTIMIZERS))
 @pytest.mark.parametrize("name", ["sam", "lookahead"])
 def test_optimizer_wrappers_use_the_named_base_optimizer(name, base):
