@@ -1,7 +1,7 @@
-"""The samplers, schedulers and searchers of Optuna, Ray Tune and Syne Tune in the simulation.
+"""The samplers, schedulers and searchers of Optuna, Ray Tune, Syne Tune and NePS in the simulation.
 
-They are called as by their own loops. Ray Tune and Syne Tune have no conditional parameters: they suggest a value for
-each parameter of each branch, and the objective uses the active ones, as their users would write it.
+They are called as by their own loops. The last three have no conditional parameters: they suggest a value for each
+parameter of each branch, and the objective uses the active ones, as their users would write it.
 """
 
 from __future__ import annotations
@@ -194,4 +194,50 @@ def syne_tune_domain(distribution: BaseDistribution) -> Any:
             return config_space.lograndint(low, high) if log else config_space.randint(low, high)
         case IntDistribution(low=low, high=high, log=False, step=step):
             return config_space.finrange(low, high, (high - low) // step + 1, cast_int=True)
+    raise TypeError(str(distribution))
+
+
+class NePS:
+    """NePS's Hyperband with random configurations, which NePS chooses if there is no prior knowledge."""
+
+    def __init__(self, problem: Problem, *, seed: int) -> None:
+        import neps
+        import torch
+
+        torch.manual_seed(seed)  # its source of random numbers
+        self._sign = -1 if problem.maximize else 1
+        self._flat = Flat(problem)
+        epochs = neps.HPOInteger(1, problem.epochs, is_fidelity=True)
+        space = neps.SearchSpace({**self._flat.domains(neps_domain), "epochs": epochs})
+        self._neps = neps.AskAndTell(neps.algorithms.hyperband(space))
+        self._numbers: dict[str, int] = {}  # by configuration
+        self._asked: dict[int, Any] = {}  # NePS has a trial for each rung of a configuration
+
+    def next_work(self) -> Work:
+        asked = self._neps.ask()
+        flat = dict(asked.config)
+        until = int(flat.pop("epochs"))
+        configuration = asked.id.partition("_")[0]
+        is_new = configuration not in self._numbers
+        trial = self._numbers.setdefault(configuration, len(self._numbers))
+        self._asked[trial] = asked
+        return Work(trial, until, self._flat.params(flat) if is_new else None)
+
+    def report(self, trial: int, epoch: int, value: float) -> bool:
+        asked = self._asked[trial]
+        if epoch + 1 == asked.config["epochs"]:
+            self._neps.tell(asked, self._sign * value)
+        return True
+
+
+def neps_domain(distribution: BaseDistribution) -> Any:
+    import neps
+
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            return neps.HPOCategorical([str(place) for place in range(len(choices))])
+        case FloatDistribution(low=low, high=high, log=log, step=None):
+            return neps.HPOFloat(low, high, log=log)
+        case IntDistribution(low=low, high=high, log=log, step=1):
+            return neps.HPOInteger(low, high, log=log)
     raise TypeError(str(distribution))

@@ -13,7 +13,7 @@ import optuna
 from optuna.pruners import HyperbandPruner, MedianPruner, PercentilePruner, SuccessiveHalvingPruner
 from optuna.samplers import GPSampler, RandomSampler, TPESampler
 
-from benchmarks.search_quality.peers import Optuna, RayTune, SyneTune
+from benchmarks.search_quality.peers import NePS, Optuna, RayTune, SyneTune
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.production import Production
 from benchmarks.search_quality.simulation import Way
@@ -64,6 +64,7 @@ WAYS: dict[str, Make] = {
     "Ray Tune ASHA, random": lambda problem, seed: RayTune(problem, "random", seed=seed),
     "Ray Tune ASHA, HyperOpt": lambda problem, seed: RayTune(problem, "hyperopt", seed=seed),
     "Syne Tune ASHA": lambda problem, seed: SyneTune(problem, seed=seed),
+    "NePS Hyperband": lambda problem, seed: NePS(problem, seed=seed),
     "hpsearch tpe + median": ours("tpe", "median"),
     "hpsearch random + successive_halving": ours("random", {"name": "successive_halving", "reduction_factor": 3}),
     "hpsearch tpe + hyperband": ours("tpe", "hyperband"),
