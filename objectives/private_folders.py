@@ -52,11 +52,10 @@ def open_private_folder(name: str) -> Path:
 
 
 def find_temporary_folder() -> Path:
-    """Return the folder for temporary folders that other users must not replace.
+    """Return a parent folder for temporary folders, in which other users cannot rename entries.
 
-    It is the temporary folder of the system, unless other users can rename entries of this folder, which the sticky bit
-    of /tmp prevents. They could replace even a private folder by one of their own. Then it is a private folder, see
-    `open_private_folder`.
+    If they could, they could replace even a private folder by one of their own. This is the temporary folder of the
+    system if it is private or has the sticky bit, as /tmp has. Otherwise it is a folder from `open_private_folder`.
 
     Raises:
         ObjectiveError: the private folder belongs to another user, or cannot be created.

@@ -393,7 +393,14 @@ def make_fleet_watcher(pid: int) -> Callable[[], bool]:
     """Return a function that checks whether the fleet with this PID, or the fleet's fork server, has ended."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:
-        poller = select.poll()  # `is_alive` never returns if code of the objective has frozen `time.monotonic`
-        poller.register(fleet.sentinel, select.POLLIN)
-        return lambda: bool(poller.poll(0)) or os.getppid() != parent
+        sentinel = fleet.sentinel
+
+        def has_ended() -> bool:
+            # `is_alive` never returns if code of the objective has frozen `time.monotonic`. Threads cannot share a
+            # poll object.
+            poller = select.poll()
+            poller.register(sentinel, select.POLLIN)
+            return bool(poller.poll(0)) or os.getppid() != parent
+
+        return has_ended
     return lambda: os.getppid() != pid

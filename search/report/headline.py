@@ -343,18 +343,26 @@ def find_edge(distribution: object, value: float) -> str | None:
 
 
 def _find_failures(study: StoredStudy, summary: Summary) -> list[NextStep]:
-    """Return a step if many trials failed, or were infeasible, for the same reason."""
-    if summary.failed + summary.infeasible < max(_MIN_FAILURES, _FAILURE_SHARE * summary.finished):
-        return []
-    reasons: dict[int, str] = {}
+    """Return a step if many trials failed or were infeasible for the same reason, or if any trial failed."""
+    reasons, failed = dict[int, str](), list[int]()
     for trial in study.trials(TrialState.FAIL, TrialState.PRUNED):
         if trial.state == TrialState.FAIL or trial.user_attrs.get(INFEASIBLE):
             reasons[trial.number] = str(trial.user_attrs.get(REASON, "")).split("\n", 1)[0]
+        if trial.state == TrialState.FAIL:
+            failed.append(trial.number)
+    if not reasons:
+        return []
     kinds = {number: re.sub(r"[\d.]+", "N", reason)[:60] for number, reason in reasons.items()}
     kind, count = Counter(kinds.values()).most_common(1)[0]
-    if count < max(_MIN_FAILURES, _FAILURE_SHARE * summary.finished):
+    of_all = f"of {pluralize(summary.finished, 'trial')} failed"
+    if count >= max(_MIN_FAILURES, _FAILURE_SHARE * summary.finished):
+        chosen = [number for number, each in kinds.items() if each == kind]
+        found = f"{count} {of_all} or diverged for the same reason"
+    elif failed:
+        chosen, found = failed, f"{len(failed)} {of_all}"
+    else:
         return []
-    last = max(number for number, each in kinds.items() if each == kind)
-    why = f", such as trial {last}: {reasons[last][:120]}" if reasons[last] else ""
-    finding = f"{count} of {pluralize(summary.finished, 'trial')} failed or diverged for the same reason{why}"
-    return [NextStep(finding, format_command("show", study.spec.name, "--trial", str(last)))]
+    last = max(chosen)
+    such = "trial" if len(chosen) == 1 else "such as trial"
+    why = f", {such} {last}: {reasons[last][:120]}" if reasons[last] else ""
+    return [NextStep(f"{found}{why}", format_command("show", study.spec.name, "--trial", str(last)))]

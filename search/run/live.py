@@ -71,6 +71,7 @@ class LiveView:
         self._first: Progress | None = None
         self._live = _make_display(console)
         self._printed, self._printed_at, self._finished = "", -math.inf, -1
+        self._ended = -1, -1  # numbers of ended and of paused trials
         self._is_outage = False
         self._is_output_closed = False
 
@@ -124,14 +125,15 @@ class LiveView:
             self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
 
     def _read_trials(self, progress: Progress) -> None:
-        """Read the best trials and the recent ends again after a trial has ended."""
-        if self._study is None or progress.finished == self._finished or self._is_outage:
+        """Read the best trials and the recent ends again after a trial has ended or paused."""
+        ended = progress.finished, progress.paused
+        if self._study is None or ended == self._ended or self._is_outage:
             return
         with suppress(DBAPIError, StorageInternalError):  # the next update tries again
             self._best = self._study.best_trials()[:_BEST_ROWS]
             self._best_values = [value for _, value in list_best_values(self._study) if math.isfinite(value)]
             self._ends = read_attempt_ends(self._study.engine, self._study.study_id, retry_seconds=0.0)
-            self._finished = progress.finished
+            self._finished, self._ended = progress.finished, ended
 
     def _format_best(self, progress: Progress) -> str:
         if self._spec.finalists_of is not None:

@@ -20,7 +20,7 @@ from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import MAX_TRIALS, get_option_name, parse_stored_spec
 from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import REASON, STOPPED
+from hpsearch.storage.attributes import INFEASIBLE, REASON, STOPPED
 from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in_transaction
 from hpsearch.storage.trials.early_stop import EarlyStop, cancel_early_stop
 from hpsearch.storage.trials.lost_attempts import count_running_trials
@@ -195,9 +195,17 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         scratch.
 
     Raises:
-        SearchError: the trial does not exist, or is neither failed nor infeasible.
+        SearchError: the trial does not exist, is neither failed nor infeasible, or would be pruned, because the budget
+            is spent.
     """
     trial = find_trial(study, number)
+    can_be_retried = trial.state == TrialState.FAIL or trial.user_attrs.get(INFEASIBLE)
+    frees_epochs = from_start and trial.intermediate_values  # discarded epochs no longer count
+    if can_be_retried and not frees_epochs and (spending := study.spending) is not None and spending.is_exhausted:
+        no_epochs = spending.epochs_left is not None and spending.epochs_left <= 0
+        options = ("--budget-epochs", f"+{study.spec.epochs}") if no_epochs else ("--budget-seconds", "+600")
+        extend = format_command("extend", study.spec.name, *options)
+        raise SearchError(f"--trial {number}: {spending.exhausted_reason}; first extend the budget: {extend}")
     rungs = make_rungs(study.spec)
     reopened, epoch = reopen_trial(study.engine, study.study_id, trial._trial_id, from_start=from_start, rungs=rungs)
     if not reopened:

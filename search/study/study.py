@@ -40,7 +40,7 @@ from hpsearch.storage.trials.budget import Spending, format_progress, read_spend
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 
-_TYPES = {LEAKS: dict, RUN_ID: str, VAL_SAMPLES: int}  # any worker can write them; a wrong type must stop no command
+_TYPES = {LEAKS: dict, RUN_ID: str, VAL_SAMPLES: int}  # any worker can write them; a wrong type must not stop a command
 
 # Folder names, by the name and the id of a study. Earlier development versions generated the last two.
 _FOLDER_PATTERN = r"{name}-({random}|{id}-{random}|{id})"

@@ -167,7 +167,7 @@ def _protect_revisions(cursor: Any) -> None:
 
 
 def find_shared_grantees(cursor: Any) -> set[str]:
-    """Return those of the roles `hpsearch_worker` and `hpsearch_access` that have grants for the owner's tables."""
+    """Return which of `hpsearch_worker` and `hpsearch_access` have privileges on the owner's tables."""
     cursor.execute(
         """
         SELECT rolname FROM pg_class c CROSS JOIN aclexplode(c.relacl) JOIN pg_roles ON pg_roles.oid = grantee
@@ -179,7 +179,7 @@ def find_shared_grantees(cursor: Any) -> set[str]:
 
 
 def find_open_database(cursor: Any) -> list[str]:
-    """Return a warning, with the remedy, if each role may connect to a database that has a role of workers."""
+    """Return a warning, with the remedy, if PUBLIC may connect to a database with worker roles."""
     cursor.execute(
         """
         SELECT quote_ident(datname), string_agg(DISTINCT w.grantee::regrole::text, ', ')

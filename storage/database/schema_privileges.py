@@ -13,7 +13,7 @@ _EVERYONE = "PUBLIC"
 
 
 def secure_schema(cursor: Any) -> tuple[list[str], list[str]]:
-    """Withdraw the privilege to create in the schema from all users but the owners, where the current user may.
+    """Revoke CREATE on the schema from all roles except the owners, if the current user has the permission.
 
     The transaction must end afterwards: its search path lacks the schema.
 

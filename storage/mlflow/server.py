@@ -32,6 +32,7 @@ _DISABLED = (
 )
 _REFERENCES = ("mlflow-artifacts", "models", "runs")  # schemes of locations below that of the server
 _DISABLED_TEXT = b"hpsearch disables this feature of MLflow.\n"
+_NO_ENDPOINTS = b'{"endpoints": []}'  # MLflow's own reply to its pages if no gateway is configured
 # The assistant's panel would open at the first visit, and cover a quarter of the page.
 _HIDING_SCRIPT = b'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
 _HIDE_ASSISTANT = (
@@ -64,6 +65,8 @@ class MlflowGuard(Guard):
         if (reply := super().check(request)) is not None:
             return reply
         if _is_disabled(request.path.removeprefix(request.root)):
+            if request.method == "GET" and request.path.endswith("/gateway-proxy"):
+                return make_reply(HTTPStatus.OK, _NO_ENDPOINTS)
             return make_reply(HTTPStatus.FORBIDDEN, _DISABLED_TEXT)
         is_upload = _PROXY in request.path and request.method not in {"GET", "HEAD", "DELETE"}
         if is_upload and not ARTIFACT_PATH.search(request.path.partition(_PROXY)[2]):

@@ -52,7 +52,7 @@ def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
         attribute = name.removeprefix("buffer ").removeprefix("module ")
         is_object = isinstance(value, Mapping) and value.get("kind") == "object"
         is_special = attribute.startswith("__") and name not in known
-        if is_special or (is_object and not _is_object(known.get(name))):
+        if is_special or (is_object and not _is_stored_by_attributes(known.get(name))):
             raise ObjectiveError(
                 f"the checkpoint does not fit the metrics of the objective: {type(metrics).__name__} has no state "
                 f"{name!r}"
@@ -63,8 +63,8 @@ def load_metric_state(metrics: object, state: Mapping[str, Any]) -> None:
             _assign(metrics, attribute, _load(value))
 
 
-def _is_object(value: object) -> bool:
-    """Return whether a checkpoint holds the state of a value by the names of its attributes."""
+def _is_stored_by_attributes(value: object) -> bool:
+    """Return whether checkpoints store a value as a mapping of its attributes."""
     return hasattr(value, "__dict__") and not isinstance(value, (*_PLAIN, *_CONSTANTS))
 
 

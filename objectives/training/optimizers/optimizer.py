@@ -117,7 +117,7 @@ def _group_order(name: str) -> tuple[int, int]:
 
 
 def _fused(groups: ParameterGroups, device: torch.device) -> dict[str, Any]:
-    """Return the argument for updates of all parameters at once: `fused` if it supports them, else `foreach`."""
+    """Return `fused=True` if the device and all parameters support it, else `foreach=True`."""
     is_real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
     return {"fused": True} if is_real and device.type in {"cpu", "cuda"} else {"foreach": True}
 

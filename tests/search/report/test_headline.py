@@ -92,6 +92,9 @@ def test_each_next_step_has_its_command(storage: PostgresStorage) -> None:
             format_command("finalists", "s"),
         ),
     ]
+    failed = search(storage, "failed", [trial(0.5), trial(0.6), trial(None, reason="OSError: no file\nmore")])
+    assert headline(failed).next_steps[0].finding == "1 of 3 trials failed, trial 2: OSError: no file"
+    assert headline(failed).next_steps[0].command == format_command("show", "failed", "--trial", "2")
     few = search(storage, "few", [trial(0.5), trial(0.6)])
     assert headline(few).next_steps[0].finding == "2 trials are few for 1 parameter, so a larger budget may help"
     assert headline(few).next_steps[0].command == format_command("extend", "few", "--trials", "+2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def test_a_holder_of_the_token_cannot_run_programs_on_the_server(
 ) -> None:
     """MLflow's assistant runs commands in a shell; other features send requests to any address."""
     assert send_request(stack, "mlflow", method, path, {}, Authorization=f"Bearer {token}")[0] == 403
+
+
+def test_the_pages_of_mlflow_find_no_gateway(stack: StackInfo, token: str) -> None:
+    """With another reply to this request, MLflow's table of runs shows an error."""
+    url = f"{stack.tracking_uri}/ajax-api/2.0/mlflow/gateway-proxy?gateway_path=api/2.0/endpoints/"
+    with urlopen(Request(url, headers={"Authorization": f"Bearer {token}"}), timeout=300) as reply:
+        assert json.load(reply) == {"endpoints": []}
+    header = {"Authorization": f"Bearer {token}"}
+    assert send_request(stack, "mlflow", "POST", "/ajax-api/2.0/mlflow/gateway-proxy", {}, **header)[0] == 403
 
 
 @pytest.mark.parametrize(

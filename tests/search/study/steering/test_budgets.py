@@ -15,10 +15,10 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.resolve import resolve_spec
 from hpsearch.search.spec.spec import MAX_TRIALS, parse_stored_spec
-from hpsearch.search.study.control import extend_study
+from hpsearch.search.study.control import extend_study, retry_trial
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import BUDGET_CUT, SPEC
+from hpsearch.storage.attributes import BUDGET_CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import create_spending
@@ -55,6 +55,21 @@ def cut(claims: Claims) -> PrunedTrial:
     retired = claims.claim()
     assert isinstance(retired, PrunedTrial)
     return retired
+
+
+def test_no_trial_is_retried_after_the_budget_is_spent(
+    claims: Claims, study: optuna.Study, storage: PostgresStorage
+) -> None:
+    """A worker would prune it at once, so its error would be lost."""
+    claims.finish_attempt(take(claims), Outcome.FAILED, attrs={REASON: "a bug"})
+    cut(claims)
+    stored = load_study(storage, "s")
+    extend = rf"extend s --budget-epochs \+{stored.spec.epochs}"
+    with pytest.raises(SearchError, match=f"--trial 0: the budget of 2 epochs was spent; first .*: .*{extend}"):
+        retry_trial(stored, 0)
+    assert study.trials[0].user_attrs[REASON] == "a bug"
+    extend_study(stored, "+2", setting="budget_epochs")
+    assert retry_trial(stored, 0)[1] is None
 
 
 def test_the_spent_budget_is_printed_in_its_unit(
