@@ -190,7 +190,7 @@ class MarkedSum(LiveObjective):
     train_size: ClassVar[int] = 1000
 
     def suggest_network(self, trial: TrialProtocol) -> dict[str, Any]:
-        return Memory.suggest_network(self, trial)  # type: ignore[arg-type]
+        return Memory.suggest_network(self, trial)  # type: ignore[arg-type]  # it uses only `trial`
 
     def draw(self, samples: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         numbers, marks = random.random((samples, 10)), np.zeros((samples, 10))
@@ -342,7 +342,7 @@ class LiveRun:
             self._optimizer.zero_grad()
             smoothing = self._params.get("smoothing", 0.0)
             loss = functional.cross_entropy(self._model(train.x[rows]), train.y[rows], label_smoothing=smoothing)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
             nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
 
