@@ -24,6 +24,7 @@ from typing import Any
 
 import psycopg2
 import pytest
+import sqlalchemy as sa
 from filelock import FileLock
 from hypothesis import settings
 from psycopg2 import sql
@@ -35,6 +36,7 @@ from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
 from hpsearch.storage.urls import build_url
+from tests.database_pool import Pool
 from tests.faults.harness import Zygote, server_in, zygotes
 
 gc.disable()  # until the tests are collected: their imports take a quarter less time
@@ -263,6 +265,17 @@ def forget_power_cuts(admin_url: str) -> None:
     execute(admin_url, *(f"ALTER SYSTEM SET {name} = off" for name in settings), "SELECT pg_reload_conf()")
 
 
+def _make_logins_cheap(admin_url: str, password: str) -> None:
+    """Derive keys of passwords in one iteration instead of 4,096, which take longer than the rest of a connection."""
+    superuser = sql.Identifier(SUPERUSER)
+    execute(
+        admin_url,
+        sql.SQL("ALTER ROLE {} SET scram_iterations = 1").format(superuser),  # for roles that it creates
+        "SET scram_iterations = 1",
+        sql.SQL("ALTER ROLE {} PASSWORD {}").format(superuser, sql.Literal(password)),
+    )
+
+
 def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
     url = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
     return f"{url}?sslmode=disable"
@@ -283,6 +296,7 @@ def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config)
         port = embedded_server.start(None)
         admin = _admin_url(embedded_server, port)
         forget_power_cuts(admin)
+        _make_logins_cheap(admin, embedded_server.password)
         server = PostgresServer(port, admin, _databases(admin))
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
@@ -329,17 +343,24 @@ def fresh_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 _numbers = itertools.count()
 
 
-def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
-    name = f"test_{os.getpid()}_{next(_numbers)}"
-    server.execute("CREATE DATABASE {} OWNER {} TEMPLATE {} STRATEGY file_copy", name, OWNER, template)
-    yield name
-    server.execute("DROP DATABASE {} WITH (FORCE)", name)
+@pytest.fixture(scope="session")
+def database_pool(postgres_server: PostgresServer) -> Pool:
+    """Return the databases of this process on `postgres_server`."""
+    admin = sa.make_url(postgres_server.admin_url).set(drivername="postgresql")
+
+    def url_of(name: str) -> str:
+        return admin.set(database=name).render_as_string(hide_password=False)
+
+    return Pool(url_of, postgres_server.template, OWNER)
 
 
 @pytest.fixture
-def database(postgres_server: PostgresServer) -> Iterator[str]:
-    """Return the name of a new, migrated database on `postgres_server`."""
-    yield from _database(postgres_server, template=postgres_server.template)
+def database(database_pool: Pool, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the name of a migrated database without rows on `postgres_server`."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    database_pool.take(name, new=request.node.get_closest_marker("new_database") is not None)
+    yield name
+    database_pool.give_back(name)
 
 
 @pytest.fixture
@@ -357,8 +378,10 @@ def owner_url(postgres_server: PostgresServer, database: str) -> str:
 @pytest.fixture
 def empty_database_url(postgres_server: PostgresServer) -> Iterator[str]:
     """Return the URL of a new database without tables for its owner."""
-    for name in _database(postgres_server, template="template0"):
-        yield postgres_server.url(name, user=OWNER)
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    postgres_server.execute("CREATE DATABASE {} OWNER {} TEMPLATE template0 STRATEGY file_copy", name, OWNER)
+    yield postgres_server.url(name, user=OWNER)
+    postgres_server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @pytest.fixture(autouse=True)

@@ -95,6 +95,7 @@ def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engi
     return max(read)
 
 
+@pytest.mark.new_database
 def test_the_rows_read_by_a_promotion_do_not_grow_with_the_study(
     storage: BaseStorage, engine: sa.Engine, owner_url: str
 ) -> None:
