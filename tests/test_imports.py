@@ -122,7 +122,8 @@ def test_allowed_imports_are_accepted() -> None:
     assert violations("import storage, objectives, optuna", Path("search/a.py")) == []
 
 
-MODULES = ("causes", "changeable_paths", "cuda_library", "former_names", "kill_points", "redaction")  # of src/hpsearch
+# Of src/hpsearch.
+MODULES = ("causes", "changeable_paths", "cuda_library", "former_names", "kill_points", "redaction", "working_folder")
 
 
 def test_every_import_is_a_declared_dependency() -> None:

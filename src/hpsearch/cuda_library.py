@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+from hpsearch.working_folder import use_root_folder
 
 _PACKAGE, _FILE = "nvidia.cusparselt", "lib/libcusparseLt.so.0"
 
@@ -26,10 +27,5 @@ def load_cuda_library() -> None:
         files = [path for folder in folders if (path := Path(folder, _FILE).absolute()).exists()]
         if not files:
             return
-        working_folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.chdir("/")
+        with use_root_folder():
             ctypes.CDLL(str(files[0]))
-        finally:
-            os.fchdir(working_folder)
-            os.close(working_folder)

@@ -28,6 +28,7 @@ from hpsearch.storage.errors import (
 )
 from hpsearch.storage.files import compute_sha256 as digest
 from hpsearch.storage.files import link_or_copy, link_or_copy_durably
+from hpsearch.storage.hdfs_library import load_hdfs_library
 from hpsearch.storage.urls import redact_password
 
 CHECKPOINT_URL_FLAG = "--checkpoint-url"
@@ -317,6 +318,8 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         if "://" in url and not path.is_absolute():
             raise StorageError(f"{head} is not an absolute path; write file:///FOLDER, with three slashes")
         url = f"file://{path.absolute()}"
+    if "hdfs" in protocol:  # the last part of a chain of URLs, too
+        load_hdfs_library()
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.hdfs_library import HDFS_SCHEMES, load_hdfs_library
 from hpsearch.storage.mlflow.credentials import find_credentials, is_configured, is_trusted_uri
 from hpsearch.storage.web.token import find_token
 
@@ -146,6 +147,8 @@ def _check_before(create: Any) -> Any:
     def create_checked(artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> Any:
         if tracking_uri is not None and (uri := tracking_uri.rstrip("/")) in _restricted:
             check_location(artifact_uri, uri)
+        if _parse(artifact_uri).scheme in HDFS_SCHEMES:
+            load_hdfs_library()
         return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)
 
     return create_checked

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.database.libpq import check_server_user_of
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.hdfs_library import HDFS_SCHEMES, load_hdfs_library
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
 from hpsearch.storage.web.token import TOKEN_VARIABLE
@@ -148,6 +149,8 @@ def restrict_locations(destination: str) -> None:
     check_scheme = handlers._validate_artifact_uri_scheme
 
     root = f"{destination.rstrip('/')}/"
+    if destination.startswith(HDFS_SCHEMES):
+        load_hdfs_library()
 
     def is_own(uri: str) -> bool:
         below = uri.removeprefix(root)

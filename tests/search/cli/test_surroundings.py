@@ -199,6 +199,37 @@ def test_a_library_of_cuda_loads_no_file_of_the_working_folder(tmp_path: Path) -
     assert not (folder / "loaded").exists()
 
 
+_OPEN_STORE = """
+from hpsearch.storage.checkpoints.store import CheckpointStore
+CheckpointStore("hdfs://127.0.0.1:9/checkpoints")
+"""
+_OPEN_ARTIFACTS = """
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from hpsearch.storage.mlflow.credentials import allow_credentials
+from hpsearch.storage.mlflow.locations import restrict_artifact_locations
+allow_credentials("http://127.0.0.1:9")
+restrict_artifact_locations("http://127.0.0.1:9")
+get_artifact_repository("hdfs://127.0.0.1:9/artifacts", "http://127.0.0.1:9").list_artifacts()
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="builds libraries with gcc on Linux")
+@pytest.mark.parametrize("code", [_OPEN_STORE, _OPEN_ARTIFACTS], ids=["checkpoints", "artifacts"])
+def test_hdfs_loads_no_library_of_the_working_folder(tmp_path: Path, code: str) -> None:
+    """The folder may belong to another user, and every worker's database role can write a checkpoint URL."""
+    java, folder = tmp_path / "java", tmp_path / "other"
+    (java / "lib" / "server").mkdir(parents=True)
+    folder.mkdir()
+    for source, target in (("", java / "lib" / "server" / "libjvm.so"), (_FOREIGN_LIBRARY, folder / "libhdfs.so")):
+        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target)]
+        subprocess.run(command, input=source, text=True, check=True)
+    environment = {**os.environ, "JAVA_HOME": str(java)}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert "libhdfs" in done.stderr
+    assert not (folder / "loaded").exists()
+
+
 @pytest.mark.soak  # compiles for half a minute
 def test_the_compiler_imports_no_modules_of_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "ctypes.py").write_text("open('imported', 'w')\nraise ImportError")
