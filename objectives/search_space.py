@@ -164,11 +164,14 @@ class FixedTrial(StudylessTrial):
         value = self.given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NotInSpaceError(name, f"must be a number, not {value!r}")
-        steps = 0.0 if step is None else (value - low) / step
-        if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
+        if not low <= value <= high or not _is_on_grid(value - low, step):
             grid = f" with step {step}" if step else ""
             raise NotInSpaceError(name, f"must be in [{low}, {high}]{grid}, not {value!r}")
         return value
+
+
+def _is_on_grid(distance: float, step: float | None) -> bool:
+    return step is None or abs(distance / step - round(distance / step)) <= 1e-8
 
 
 class TextFixedTrial(FixedTrial):

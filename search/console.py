@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import math
@@ -37,8 +38,8 @@ class PlainConsole(Console):
     Args:
         stderr: whether to print on stderr.
         width: width in characters; None for that of the terminal.
-        outlives_pipe: whether the output is discarded after the reader of a pipe has ended, such as `head`; otherwise
-            printing raises BrokenPipeError.
+        outlives_pipe: whether the output is discarded after its terminal or the reader of its pipe has ended;
+            otherwise printing raises OSError.
         options: further arguments of rich's console.
     """
 
@@ -70,7 +71,12 @@ class PlainConsole(Console):
 
         On a terminal, links to the embedded services contain their token. Logs and files get links without it.
         """
-        super().print(*map(self._prepare, objects), **options)
+        try:
+            super().print(*map(self._prepare, objects), **options)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.on_broken_pipe()  # the terminal was closed
 
     def _prepare(self, printed: Any) -> Any:
         if isinstance(printed, Table):
@@ -78,11 +84,11 @@ class PlainConsole(Console):
         return add_tokens(printed) if self.is_terminal and isinstance(printed, str) else printed
 
     def on_broken_pipe(self) -> None:
-        """Discard the output, or raise BrokenPipeError. Rich's method exits the process."""
+        """Discard the output, or raise the error again. Rich's method exits the process."""
         if self._outlives_pipe:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
             return
-        raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
+        raise  # noqa: PLE0704 this is called while the error is handled
 
 
 def _has_columns() -> bool:

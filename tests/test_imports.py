@@ -123,7 +123,16 @@ def test_allowed_imports_are_accepted() -> None:
 
 
 # Of src/hpsearch.
-MODULES = ("causes", "changeable_paths", "cuda_library", "former_names", "kill_points", "redaction", "working_folder")
+MODULES = (
+    "causes",
+    "changeable_paths",
+    "cuda_library",
+    "former_names",
+    "host_name",
+    "kill_points",
+    "redaction",
+    "working_folder",
+)
 
 
 def test_every_import_is_a_declared_dependency() -> None:

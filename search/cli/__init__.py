@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import logging
@@ -9,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, TextIO
 
 import typer
@@ -52,15 +54,18 @@ def main(arguments: list[str] | None = None) -> None:
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(EscapingFormatter())
     logging.raiseExceptions = False  # a log on a full disk must not add a traceback per line
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # a full pipe that does not block would lose text
+            os.set_blocking(stream.fileno(), True)
     given = sys.argv[1:] if arguments is None else arguments
     try:
         code = run_command(given)
         sys.stdout.flush()
     except OSError as error:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]
-        if not broken and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
+        is_pipe = isinstance(error, BrokenPipeError) or error.errno == errno.EIO  # its reader or terminal has ended
+        if not broken and not is_pipe and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
             raise
-        is_pipe = isinstance(error, BrokenPipeError)  # its reader, such as head, has enough
         code = EXIT_DONE if is_pipe else EXIT_UNAVAILABLE
         if sys.stderr not in broken and not is_pipe:
             target = "the output" if error.filename is None else repr(error.filename)

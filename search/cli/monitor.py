@@ -146,7 +146,7 @@ def top(
         console.print(render(None, read_status(stored), 40))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+        while console.is_terminal:  # until it is closed
             status = read_status(stored)
             rate = epoch_rate.add(status.at.timestamp(), status.progress.epochs)
             live.update(render(rate, status, console.height), refresh=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import getpass
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.host_name import get_host_name
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.study_pruner import make_rungs
@@ -76,7 +76,7 @@ def get_user_and_host() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
         user = "unknown"
-    return f"{user}@{socket.gethostname()}"
+    return f"{user}@{get_host_name()}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
 
 def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -> list[FrozenTrial]:
     """Return one waiting trial per row. The trial's origin names the source and the row."""
-    found: list[tuple[dict[str, Any], int]] = []
+    found: dict[frozenset[tuple[str, Any]], tuple[dict[str, Any], int]] = {}
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
         if unnamed := [name for name in space.given if not isinstance(name, str)]:
@@ -116,12 +117,12 @@ def _make_trials(source: str, unit: str, rows: Rows, objective: BaseObjective) -
             params = validate_params(objective, space)
         if not params:
             raise SearchError(f"{where}: no parameter has a value; give at least one")
-        if same := next((before for earlier, before in found if earlier == params), None):
-            raise SearchError(f"{where} repeats {unit} {same}; remove one of them")
-        found.append((params, place))
+        if same := found.get(key := frozenset(params.items())):
+            raise SearchError(f"{where} repeats {unit} {same[1]}; remove one of them")
+        found[key] = (params, place)
     if not found:
         raise SearchError(f"--enqueue {source} contains no configuration; add at least one")
-    return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
+    return [make_waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found.values()]
 
 
 def _read_csv(path: Path) -> Rows:
@@ -131,7 +132,7 @@ def _read_csv(path: Path) -> Rows:
             names = [name.strip() for name in next(rows, [])]
             if len(names) == 1 and (separator := re.search("[;\t]", names[0])):
                 raise _make_line_error(path, 1, f"the columns are separated by {separator[0]!r}; separate them by ','")
-            if invalid := [name for name in names if not name or names.count(name) > 1]:
+            if invalid := [name for name, number in Counter(names).items() if not name or number > 1]:
                 fault = f"column {invalid[0]!r} appears twice; rename one" if invalid[0] else "a column has no name"
                 raise _make_line_error(path, 1, fault)
             for cells in rows:
@@ -159,9 +160,8 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:  # the json module would silently use the last of several equal keys
+    for name, number in Counter(name for name, _ in pairs).items():
+        if number > 1:  # the json module would silently use the last of several equal keys
             raise ValueError(f"the key {name!r} appears twice; remove one")
     return dict(pairs)
 

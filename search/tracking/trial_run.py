@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from optuna.trial import TrialState
 
+from hpsearch.host_name import get_host_name
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.training.base_trainer import resolve_device
@@ -277,7 +277,7 @@ class TrialTracking:
         """Return the value of the trial's attribute TRACKING, which exists until MLflow has all its records."""
         if rejection := self.journal.cursors[MLFLOW].position.rejection:
             return f"refused: {rejection}"
-        return f"{PENDING}: records not yet sent from {socket.gethostname()}"
+        return f"{PENDING}: records not yet sent from {get_host_name()}"
 
     @kill_point("finish run")
     def finish(self, outcome: Outcome, reason: str, *, is_checkpoint_kept: bool = False, at: int | None = None) -> None:

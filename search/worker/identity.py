@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Mapping
 from importlib.metadata import version
 
+from hpsearch.host_name import get_host_name
 from hpsearch.storage.trials.process_identity import make_process_name
 from hpsearch.storage.trials.worker_registry import WorkerIdentity
 
@@ -20,7 +20,7 @@ def worker_name(pid: int | None = None) -> str:
     """
     pid = pid or os.getpid()
     mark = hashlib.sha256(make_process_name(pid).encode()).hexdigest()[:4]
-    return f"{socket.gethostname()}:{pid}-{mark}"
+    return f"{get_host_name()}:{pid}-{mark}"
 
 
 def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
@@ -34,7 +34,7 @@ def worker_identity(device: str | None, devices: int = 1) -> WorkerIdentity:
     device = device or get_default_device()
     if devices > 1:
         device = f"{devices} x {device.partition(':')[0]}"
-    return WorkerIdentity(worker_name(), socket.gethostname(), os.getpid(), engine, job, device, version("hpsearch"))
+    return WorkerIdentity(worker_name(), get_host_name(), os.getpid(), engine, job, device, version("hpsearch"))
 
 
 def get_default_device() -> str:

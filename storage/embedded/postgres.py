@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from hpsearch.host_name import get_host_name
 from hpsearch.storage.database.connect import find_database_error, has_answered
 from hpsearch.storage.database.libpq import make_embedded_query
 from hpsearch.storage.embedded import process, state
@@ -139,7 +139,7 @@ def try_lock(folder: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, platform.node().encode(), 0)
+        os.pwrite(descriptor, get_host_name().encode(), 0)
     except BlockingIOError:
         os.close(descriptor)
         return None

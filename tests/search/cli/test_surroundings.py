@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import pty
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +30,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE, resolve_home
 from tests.factories import LOOP_OBJECTIVE
 from tests.full_disk import full_disk
+from tests.waiting import wait_for
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
@@ -404,8 +410,9 @@ with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_pipe_ends_a_command_but_not_a_search() -> None:
-    reader, writer = os.pipe()
+@pytest.mark.parametrize("open_output", [os.pipe, pty.openpty])
+def test_a_closed_output_ends_a_command_but_not_a_search(open_output: Callable[[], tuple[int, int]]) -> None:
+    reader, writer = open_output()
     os.close(reader)
     command = [sys.executable, "-m", "hpsearch", "objective", "show", "digits"]
     assert subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False).returncode == 0
@@ -421,3 +428,24 @@ sys.stderr.write("end")
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "end")
+
+
+def test_a_full_pipe_that_does_not_block_loses_no_text() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    command = subprocess.Popen([sys.executable, "-m", "hpsearch", "run", "--help"], stdout=writer)
+    os.close(writer)
+    wait_for(lambda: _count_unread(reader) == 4096, "a full pipe")
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    assert command.wait() == 0
+    assert "--trials" in text
+    assert text.endswith("\n")
+    assert len(text) > 8192
+
+
+def _count_unread(pipe: int) -> int:
+    """Return the number of bytes that wait in a pipe."""
+    (number,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+    return int(number)

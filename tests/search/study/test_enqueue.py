@@ -79,6 +79,9 @@ def test_a_table_is_read_with_the_types_of_the_search_space(tmp_path: Path) -> N
         ("lr\nfast\n", "line 2: parameter 'lr' must be a number, not 'fast'"),
         ("lr\n1_0e-3\n", "line 2: parameter 'lr' must be a number, not '1_0e-3'"),
         ("width\n9\n", "line 2: parameter 'width' must be in [8, 32] with step 8, not 9"),
+        pytest.param(
+            f"width\n{10**400}\n", "line 2: parameter 'width' must be in [8, 32] with", id="too large for a float"
+        ),
         ("kind\nc\n", "line 2: parameter 'kind' must be one of 'a', 'b', None, True, 3, not 'c'"),
         ("lr,witdh\n0.1,8\n", "line 2: parameter 'witdh' does not exist in Wide; did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' appears twice"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -19,6 +21,11 @@ from hpsearch.storage.trials import process_identity
 def test_exception_texts_are_made_valid_for_files_and_databases(message: str, text: str) -> None:
     assert _as_text(message) == text
     assert text.encode()
+
+
+def test_the_name_of_a_worker_is_text_for_every_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "h\udcff x")
+    assert worker_name(1).startswith("h? x:1-")
 
 
 def test_workers_of_two_containers_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
