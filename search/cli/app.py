@@ -54,13 +54,16 @@ class _Group(TyperGroup):
             rows.append((section, (name, command.get_short_help_str(limit))))
         _write_sections(formatter, rows)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _exit_after_broken_pipe():  # --help and --version print here
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _exit_after_broken_pipe():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort from None  # typer would return the exit code without a message
-        except BrokenPipeError:  # the reader, such as head, has enough; typer would return 1
-            raise typer.Exit(0) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
@@ -68,6 +71,15 @@ class _Group(TyperGroup):
             hint = f"; did you mean {other!r}?" if other in self.commands else suggest_names(args[0], self.commands)
             ctx.fail(f"unknown command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def _exit_after_broken_pipe() -> Iterator[None]:
+    """Exit with code 0 if the reader of the output, such as `head`, has enough. Typer would exit with code 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise typer.Exit(0) from None
 
 
 def _write_sections(formatter: Any, rows: list[tuple[str, Any]]) -> None:

@@ -414,7 +414,7 @@ with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
 def test_a_closed_output_ends_a_command_but_not_a_search(open_output: Callable[[], tuple[int, int]]) -> None:
     reader, writer = open_output()
     os.close(reader)
-    command = [sys.executable, "-m", "hpsearch", "objective", "show", "digits"]
+    command = [sys.executable, "-m", "hpsearch", "--help"]
     assert subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False).returncode == 0
     code = """
 import sys
