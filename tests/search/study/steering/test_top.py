@@ -9,7 +9,7 @@ import threading
 import optuna
 import pytest
 
-from hpsearch.search.cli import run_command
+from hpsearch.search.cli import main
 
 
 def test_the_view_ends_when_its_terminal_is_closed(
@@ -28,6 +28,8 @@ def test_the_view_ends_when_its_terminal_is_closed(
     reader.start()
     with os.fdopen(os.dup(terminal), "w") as output:
         monkeypatch.setattr("sys.stdout", output)
-        assert run_command(["top", "s", "--every", "0.2", "--storage-url", database_url]) == 0
+        with pytest.raises(SystemExit) as ended:
+            main(["top", "s", "--every", "0.2", "--storage-url", database_url])
+    assert ended.value.code == 0
     reader.join()
     os.close(terminal)
