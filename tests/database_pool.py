@@ -7,9 +7,11 @@ earlier test left running cannot connect.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psycopg2
+import psycopg2.errors
 from psycopg2 import sql
 from psycopg2.extensions import cursor as Cursor  # noqa: N812 it is a class
 
@@ -60,8 +62,9 @@ class Pool:
         """
         if self._free and not new:
             statement, before = sql.SQL("ALTER DATABASE {1} RENAME TO {0}"), self._free.pop()
-            self._run("postgres", statement.format(sql.Identifier(name), sql.Identifier(before)))
-            return
+            with suppress(psycopg2.errors.ObjectInUse):  # what an earlier test left running has connected again
+                self._run("postgres", statement.format(sql.Identifier(name), sql.Identifier(before)))
+                return
         statement = sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE {} STRATEGY file_copy")
         self._run("postgres", statement.format(*map(sql.Identifier, (name, self.owner, self.template))))
         if not self._state:

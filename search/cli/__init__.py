@@ -63,11 +63,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except OSError as error:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]
-        is_pipe = isinstance(error, BrokenPipeError) or error.errno == errno.EIO  # its reader or terminal has ended
-        if not broken and not is_pipe and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
+        is_closed = isinstance(error, BrokenPipeError) or error.errno == errno.EIO  # its reader or terminal has ended
+        if not broken and not is_closed and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
             raise
-        code = EXIT_DONE if is_pipe else EXIT_UNAVAILABLE
-        if sys.stderr not in broken and not is_pipe:
+        code = EXIT_DONE if is_closed else EXIT_UNAVAILABLE
+        if sys.stderr not in broken and not is_closed:
             target = "the output" if error.filename is None else repr(error.filename)
             echo(f"hpsearch: {target} cannot be written ({error.strerror})", err=True)
         for stream in broken:  # otherwise the interpreter reports the unwritten rest
