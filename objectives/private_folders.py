@@ -51,7 +51,7 @@ def open_private_folder(name: str) -> Path:
     return folder
 
 
-def find_temporary_folder() -> Path:
+def find_safe_temporary_folder() -> Path:
     """Return a parent folder for temporary folders, in which other users cannot rename entries.
 
     If they could, they could replace even a private folder by one of their own. This is the temporary folder of the

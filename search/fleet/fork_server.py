@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.private_folders import find_temporary_folder
+from hpsearch.objectives.private_folders import find_safe_temporary_folder
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
     ignore_stop_signals,
@@ -75,7 +75,7 @@ def _make_socket_folder() -> str:
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
         try:
-            parent = find_temporary_folder()
+            parent = find_safe_temporary_folder()
         except ObjectiveError as error:
             raise OSError(errno.EACCES, str(error)) from None
         config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=parent)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hpsearch.objectives.private_folders import find_temporary_folder
+from hpsearch.objectives.private_folders import find_safe_temporary_folder
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.console import prefix_output
 from hpsearch.search.errors import SearchError
@@ -122,7 +122,9 @@ def make_private_folder() -> Iterator[Path]:
     Raises:
         ObjectiveError: other users can replace folders in the temporary folder, and the home belongs to another user.
     """
-    parent = find_temporary_folder()  # the launcher unpickles the state of the rendezvous from a file in the folder
+    parent = (
+        find_safe_temporary_folder()
+    )  # the launcher unpickles the state of the rendezvous from a file in the folder
     _remove_stale_folders(parent)
     # Hidden from the clean-up of others until it is locked.
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.private_folders import find_temporary_folder
+from hpsearch.objectives.private_folders import find_safe_temporary_folder
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
@@ -124,7 +124,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     model_id = registry.find_registrable_model(run_id)
     made = model_id is None
     model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_temporary_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as folder:
         _, sha256 = download_verified(study.engine, tracking, model_id, Path(folder), name=f"trial {chosen.number}")
     evidence = gather_evidence(found, chosen, tracking.client, verified=(model_id, sha256))
     with registry_lock(study.engine) as connection:

@@ -40,7 +40,11 @@ from hpsearch.storage.trials.budget import Spending, format_progress, read_spend
 from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 
-_TYPES = {LEAKS: dict, RUN_ID: str, VAL_SAMPLES: int}  # any worker can write them; a wrong type must not stop a command
+_TYPE_BY_ATTRIBUTE = {
+    LEAKS: dict,
+    RUN_ID: str,
+    VAL_SAMPLES: int,
+}  # any worker can write them; a wrong type must not stop a command
 
 # Folder names, by the name and the id of a study. Earlier development versions generated the last two.
 _FOLDER_PATTERN = r"{name}-({random}|{id}-{random}|{id})"
@@ -64,7 +68,7 @@ class StoredStudy:
     def attrs(self) -> dict[str, Any]:
         """The study's user attributes, read from the database at each access, without those of a wrong type."""
         found = self.storage.get_study_user_attrs(self.study_id)
-        return {key: value for key, value in found.items() if isinstance(value, _TYPES.get(key, object))}
+        return {key: value for key, value in found.items() if isinstance(value, _TYPE_BY_ATTRIBUTE.get(key, object))}
 
     @property
     def budget(self) -> int:

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.fit import rebuild_result
-from hpsearch.objectives.private_folders import find_temporary_folder
+from hpsearch.objectives.private_folders import find_safe_temporary_folder
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
@@ -98,7 +98,7 @@ def resend(
 def _resend(
     study: StoredStudy, tracker: Tracker, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_temporary_folder()) as name:
+    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as name:
         folder = Path(name)
         result = _rebuild_result(study, checkpoints, objective, trial, folder)
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))

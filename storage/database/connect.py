@@ -288,7 +288,7 @@ def has_answered(error: Exception) -> bool:
     return "FATAL:" in str(error.__context__ or error)
 
 
-def get_rejection(error: Exception) -> str | None:
+def format_rejection_reason(error: Exception) -> str | None:
     """Return why a running server rejects connections, from the error of `find_database_error`; None if it does not."""
     answer = str(error.__context__ or error).partition("FATAL:")[2].strip()
     return None if not answer or answer.startswith("the database system is") else format_error(answer)

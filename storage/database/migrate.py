@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
-from hpsearch.storage.database.roles import OWNER, find_open_database, find_shared_grantees, grant_workers
+from hpsearch.storage.database.roles import OWNER, find_shared_grantees, grant_workers, warn_if_public_can_connect
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.database.schema_privileges import secure_schema
+from hpsearch.storage.database.schema_privileges import revoke_create_privileges
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url
 
@@ -45,21 +45,21 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Coll
             tables belong to a newer version of Optuna or hpsearch, or other users own functions in their schema.
     """
     url = normalise_url(url, setting=setting)
-    with _lock(url, setting) as cursor:
-        errors, warnings = secure_schema(cursor)
+    with _migration_transaction(url, setting) as cursor:
+        errors, warnings = revoke_create_privileges(cursor)
     if errors:
         raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
-    with _lock(url, setting) as cursor:
+    with _migration_transaction(url, setting) as cursor:
         grantees = find_shared_grantees(cursor)
         _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
         _migrate_hpsearch(url, setting, read_revision(cursor, VERSION_TABLE))
         grant_workers(cursor, worker_roles)
         lost = sorted(grantees - find_shared_grantees(cursor))
-        return [*warnings, *map(_describe_lost_access, lost), *find_open_database(cursor)]
+        return [*warnings, *map(_describe_lost_access, lost), *warn_if_public_can_connect(cursor)]
 
 
 @contextmanager
-def _lock(url: str, setting: str) -> Iterator[Any]:
+def _migration_transaction(url: str, setting: str) -> Iterator[Any]:
     """Yield a cursor in a transaction that excludes other migrations."""
     with (
         _convert_errors(url, setting),

@@ -178,7 +178,7 @@ def find_shared_grantees(cursor: Any) -> set[str]:
     return {role for (role,) in cursor.fetchall()}
 
 
-def find_open_database(cursor: Any) -> list[str]:
+def warn_if_public_can_connect(cursor: Any) -> list[str]:
     """Return a warning, with the remedy, if PUBLIC may connect to a database with worker roles."""
     cursor.execute(
         """

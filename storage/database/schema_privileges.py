@@ -12,7 +12,7 @@ _SHOWN_OBJECTS = 5
 _EVERYONE = "PUBLIC"
 
 
-def secure_schema(cursor: Any) -> tuple[list[str], list[str]]:
+def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
     """Revoke CREATE on the schema from all roles except the owners, if the current user has the permission.
 
     The transaction must end afterwards: its search path lacks the schema.

@@ -16,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-from hpsearch.storage.database.connect import get_rejection
+from hpsearch.storage.database.connect import format_rejection_reason
 from hpsearch.storage.database.roles import Databases
 from hpsearch.storage.embedded.postgres import QUICK_CONNECT_SECONDS
 from hpsearch.storage.embedded.services import EmbeddedStack, OnProgress, StackInfo, require_server_packages
@@ -172,7 +172,7 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if (process := server.find_process()) is None:
         return _make_stopped_status(stack.home, "Postgres", url, record, server.log, detail)
     if (error := stack.find_postgres_error()) is not None:
-        if (why := get_rejection(error)) is not None:
+        if (why := format_rejection_reason(error)) is not None:
             return ServiceStatus("Postgres", "running", url, process.pid, f"it rejects connections: {why}")
         return _make_silent_status("Postgres", url, process, server.log)
     return ServiceStatus("Postgres", "running", url, process.pid, detail)

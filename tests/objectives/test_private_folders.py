@@ -13,7 +13,7 @@ import pytest
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import (
-    find_temporary_folder,
+    find_safe_temporary_folder,
     open_private_folder,
     use_private_compiler_cache,
 )
@@ -58,14 +58,14 @@ def test_a_temporary_folder_in_which_others_may_rename_files_is_not_used(
     with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # others cannot reach the folders of pytest
         Path(shared).chmod(mode)
         monkeypatch.setattr(tempfile, "tempdir", shared)
-        assert find_temporary_folder() == (home / "tmp" if is_private else Path(shared))
+        assert find_safe_temporary_folder() == (home / "tmp" if is_private else Path(shared))
         assert not list(Path(shared).iterdir())
         if is_private:
             (home / "tmp").rmdir()
             home.rmdir()
             home.touch()  # no folder can be created in it
             with pytest.raises(ObjectiveError, match=r"set TMPDIR to a folder that only you can write to$"):
-                find_temporary_folder()
+                find_safe_temporary_folder()
 
 
 def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(

@@ -116,7 +116,7 @@ def _group_order(name: str) -> tuple[int, int]:
     return int(depth or 0), ("muon", "decay", "no_decay").index(kind)
 
 
-def _fused(groups: ParameterGroups, device: torch.device) -> dict[str, Any]:
+def _get_kernel_options(groups: ParameterGroups, device: torch.device) -> dict[str, Any]:
     """Return `fused=True` if the device and all parameters support it, else `foreach=True`."""
     is_real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
     return {"fused": True} if is_real and device.type in {"cpu", "cuda"} else {"foreach": True}
@@ -129,7 +129,11 @@ def _adam_like(config: TrainConfig) -> dict[str, Any]:
 def _sgd(groups: ParameterGroups, config: TrainConfig, device: torch.device) -> Optimizer:
     # If loss scaling skips the first step, torch 2.13's fused SGD uses an uninitialized momentum buffer. It also has
     # no kernel for sharded weights.
-    kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(groups, device)
+    kernel = (
+        {"foreach": True}
+        if config.precision == "fp16" or config.strategy == "fsdp"
+        else _get_kernel_options(groups, device)
+    )
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
 
@@ -165,8 +169,8 @@ def _from_library(name: str, *args: Any, **settings: Any) -> Optimizer:
 
 FACTORIES: dict[str, Factory] = {
     "sgd": _sgd,
-    "adam": lambda groups, config, device: Adam(groups, **_adam_like(config), **_fused(groups, device)),
-    "adamw": lambda groups, config, device: AdamW(groups, **_adam_like(config), **_fused(groups, device)),
+    "adam": lambda groups, config, device: Adam(groups, **_adam_like(config), **_get_kernel_options(groups, device)),
+    "adamw": lambda groups, config, device: AdamW(groups, **_adam_like(config), **_get_kernel_options(groups, device)),
     "nadam": lambda groups, config, _: NAdam(groups, **_adam_like(config), decoupled_weight_decay=True, foreach=True),
     "rmsprop": lambda groups, config, _: RMSprop(groups, lr=config.lr, momentum=config.momentum, foreach=True),
     "adagrad": lambda groups, config, _: Adagrad(groups, lr=config.lr, foreach=True),
