@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import optuna
 
 from benchmarks.search_quality.comparison import Comparison, by_problem, overall
-from benchmarks.search_quality.lcbench import EPOCHS, FILES, NOISE, LCBench, LCBenchObjective, read_tasks
+from benchmarks.search_quality.lcbench import DEFAULTS, EPOCHS, FILES, NOISE, LCBench, LCBenchObjective, read_tasks
 from benchmarks.search_quality.live import EPOCHS as LIVE_EPOCHS
 from benchmarks.search_quality.live import HELD_OUT, TUNING, LiveTraining
 from benchmarks.search_quality.parallel import run_all
@@ -75,6 +75,7 @@ class Search:
     seed: int
     trainings: int
     workers: int
+    default: str | None = None
 
     @property
     def budget(self) -> int:
@@ -97,12 +98,16 @@ def live_cases(use: Use) -> list[Case]:
 
 def search(one: Search) -> History:
     """Return the history of a search from its file, or simulate it."""
-    key = (one.way, one.seed, one.trainings, one.workers, digest_code(one.way))
+    key = (one.way, one.seed, one.trainings, one.workers, digest_code(one.way), *([one.default] if one.default else []))
     path = one.case.folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
     if path.exists():
         return History(**json.loads(path.read_text())["history"])
     problem, training = one.case.problem, one.case.training
-    way = make(one.way, replace(problem, budget_epochs=one.budget), one.seed)
+    default = None
+    if one.default is not None:
+        assert isinstance(training, LCBench)
+        default = training.default(one.default, one.seed)
+    way = make(one.way, replace(problem, budget_epochs=one.budget, default=default), one.seed)
     history = Simulation(way, training, problem.maximize, one.workers, one.budget, one.seed).run()
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
@@ -121,7 +126,7 @@ def tables(cases: list[Case], searches: dict[Search, History], ways: list[str]) 
                 Comparison(
                     one.case.name,
                     found,
-                    here[Search(one.case, BASELINE, one.seed, trainings, workers)],
+                    here[replace(one, way=BASELINE)],
                     one.budget,
                     best[one.case.name],
                 )
@@ -130,8 +135,9 @@ def tables(cases: list[Case], searches: dict[Search, History], ways: list[str]) 
             ]
             for way in ways
         }
-        seeds = len({one.seed for one in here})
-        yield f"\n{trainings} full trainings, {workers} workers, {len(cases)} problems, {seeds} seeds\n"
+        seeds, kind = len({one.seed for one in here}), next(iter(here)).default or "no"
+        searched = f"{trainings} full trainings, {workers} workers, {len(cases)} problems, {seeds} seeds"
+        yield f"\n{searched}, {kind} default configuration\n"
         yield from overall(comparisons)
         yield ""
         yield from by_problem(comparisons)
@@ -149,11 +155,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--trainings", nargs="+", type=int, default=[50], help="budget in full trainings")
     parser.add_argument("--workers", nargs="+", type=int, default=[8], help="simulated workers per search")
+    parser.add_argument("--default", choices=list(DEFAULTS), help="of LCBench: quality of the configuration run first")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if given.lcbench and (missing := [name for name in FILES if not (given.lcbench / name).is_file()]):
         parser.error(f"--lcbench {given.lcbench} has no {missing[0]}; lcbench.py describes how to get it")
+    if given.default and not given.lcbench:
+        parser.error("--default needs --lcbench: only its tasks have default configurations")
     cases = lcbench_cases(given.lcbench, given.use, given.noise) if given.lcbench else live_cases(given.use)
     names = [case.name for case in cases]
     if unknown := [name for name in given.problems or () if name not in names]:
@@ -161,7 +170,7 @@ def main() -> None:
     cases = [case for case in cases if case.name in (given.problems or names)]
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     searches = [
-        Search(case, way, seed, trainings, workers)
+        Search(case, way, seed, trainings, workers, given.default)
         for seed in range(given.seeds)  # outermost, so that an interrupted run has all methods
         for trainings in given.trainings
         for workers in given.workers

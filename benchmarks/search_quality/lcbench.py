@@ -26,6 +26,8 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.search_space import TrialProtocol
 
 EPOCHS = 52
+DEFAULTS = {"good": 0, "average": 12, "misleading": 24}  # rank among `DEFAULTS_AMONG` random configurations
+DEFAULTS_AMONG = 25
 NOISE = 0.3  # standard deviation of the reported accuracy, in percentage points
 FILES = ("model.onnx", "encoding.json", "config_space.json")
 VALIDATION_ACCURACY = 1  # column of the model's output
@@ -84,6 +86,20 @@ class LCBench:
         inputs = np.column_stack([epochs, configurations]).astype(np.float32)
         outputs = session.run(None, {"x_cat": task, "x_cont": inputs})[0]
         return np.asarray(outputs[:, VALIDATION_ACCURACY], dtype=float)
+
+    def default(self, kind: str, seed: int) -> dict[str, Any]:
+        """Return a configuration that stands for an author's guess.
+
+        Args:
+            kind: key of `DEFAULTS`.
+            seed: seed of the random configurations from which the guess is chosen by its accuracy after all epochs.
+        """
+        random = np.random.default_rng([int(self.task), seed])
+        rows = make_configurations(random.uniform(size=(DEFAULTS_AMONG, len(NAMES))))
+        order = np.argsort(-self.predict(rows, np.full(len(rows), EPOCHS)))
+        pairs = zip(NAMES, rows[order[DEFAULTS[kind]]].tolist(), strict=True)
+        space = distributions(LCBenchObjective)
+        return {name: int(value) if isinstance(space[name], IntDistribution) else value for name, value in pairs}
 
     def best_known(self) -> float:
         """Return the best accuracy after the last epoch of many configurations, found by random and local search."""

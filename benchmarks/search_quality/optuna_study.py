@@ -9,6 +9,7 @@ from optuna.trial import TrialState
 
 from benchmarks.search_quality.problems import Problem
 from benchmarks.search_quality.simulation import Work
+from hpsearch.storage.attributes import ORIGIN
 
 
 @dataclass
@@ -32,6 +33,8 @@ class OptunaStudy:
     def __post_init__(self) -> None:
         objective = self.problem.objective
         self.study = optuna.create_study(study_name=self.name, direction=objective.direction)
+        if self.problem.default is not None:
+            self.study.enqueue_trial(dict(self.problem.default), user_attrs={ORIGIN: "default"})
 
     def begin(self) -> Work:
         """Begin a trial with parameters from the study's sampler."""

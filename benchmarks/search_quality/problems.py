@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 from hpsearch.objectives.base_objective import BaseObjective
@@ -28,6 +29,7 @@ class Problem:
         trials: number of trials that a search may begin.
         budget_epochs: budget in epochs of a study in Postgres, whose rest completes the best trials; None means
             that the study has no such budget.
+        default: configuration that the objective's author suggests, which a search runs first; None if there is none.
     """
 
     objective: type[BaseObjective]
@@ -38,6 +40,7 @@ class Problem:
     epochs: int = 27
     trials: int = field(default=NO_END, repr=False)  # curves and surrogates do not depend on it
     budget_epochs: int | None = field(default=None, repr=False)
+    default: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def maximize(self) -> bool:

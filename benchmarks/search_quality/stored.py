@@ -21,7 +21,7 @@ from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.attributes import ORIGIN, SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
@@ -67,7 +67,9 @@ class Stored:
         settings |= {"direction": objective.direction, "epochs": problem.epochs, "n_trials": problem.trials}
         settings |= {"budget_epochs": problem.budget_epochs}
         self._spec = parse_spec({**settings, "sampler": table(sampler), "pruner": table(pruner)})
-        optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
+        new = optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
+        if problem.default is not None:
+            new.enqueue_trial(dict(problem.default), user_attrs={ORIGIN: "default"})
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
         study.set_attr(SPEC, self._spec.model_dump())
         self._sampled = make_sampler_study_view(study.open())

@@ -73,6 +73,9 @@ WAYS: dict[str, Make] = {
     "hpsearch random + asha": in_postgres("random", "asha"),
     "hpsearch tpe + asha": in_postgres("tpe", "asha"),
     "hpsearch freeze_thaw + asha": in_postgres("freeze_thaw", "asha"),
+    "hpsearch freeze_thaw + asha, near_default_fraction = 0": in_postgres(
+        {"name": "freeze_thaw", "near_default_fraction": 0}, "asha"
+    ),
 }
 
 # Not run by default: their decisions take longest.

@@ -24,8 +24,9 @@ from hpsearch.search.freeze_thaw.gp_dataset import (
     merge_distributions,
 )
 from hpsearch.search.freeze_thaw.multi_objective import MultiObjectiveSuggester
-from hpsearch.search.freeze_thaw.space import TOP_TRIALS, SearchSpace, maximize_acquisition
+from hpsearch.search.freeze_thaw.space import TOP_TRIALS, SearchSpace, contains_value, maximize_acquisition, sample_near
 from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
+from hpsearch.storage.attributes import ORIGIN
 
 
 class FreezeThawSampler(BaseSampler):
@@ -41,18 +42,31 @@ class FreezeThawSampler(BaseSampler):
         epochs: number of epochs of a full trial.
         n_startup_trials: number of random trials before the first suggestion; trials of earlier studies are counted.
         random_fraction: fraction of random trials among the later trials.
+        near_default_fraction: fraction of the random trials that are sampled near the objective's default
+            configuration, if the study has one.
     """
 
-    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.3) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        epochs: int,
+        n_startup_trials: int = 10,
+        random_fraction: float = 0.3,
+        near_default_fraction: float = 0.5,
+    ) -> None:
         self._random = np.random.default_rng(seed)
         self._independent = RandomSampler(seed)
         self._epochs = epochs
         self._n_startup_trials = n_startup_trials
         self._is_random = self._random.random() < random_fraction
+        self._near_random = np.random.default_rng([seed, 1])
+        self._is_near_default = self._near_random.random() < near_default_fraction
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> SearchSpace:
         """Return the distributions of all observed parameters; an empty dict if this trial is random."""
         trials = get_observed_trials(study, exclude=trial.number)
+        self._default = _find_default(study) if self._is_near_default else {}
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._warm_start = WarmStartData.from_json(self._kept.get(WARM_START_KEY))
         if self._is_random or len(trials) + len(self._warm_start.trials) < self._n_startup_trials:
@@ -105,6 +119,9 @@ class FreezeThawSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """Return a random value; for random trials, and for parameters that no trial has."""
+        value = self._default.get(param_name)
+        if param_name in self._default and contains_value(param_distribution, value):
+            return sample_near(param_distribution, value, self._near_random)
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def _near(self, observed: list[FrozenTrial], top: int | None) -> dict[str, Any]:
@@ -113,3 +130,10 @@ class FreezeThawSampler(BaseSampler):
             return {"near": None if top is None else observed[top].number}
         there = self._warm_start.trials[top - len(observed)]
         return {"near": there.number, "of": self._warm_start.studies[there.study - 1]}
+
+
+def _find_default(study: optuna.Study) -> dict[str, Any]:
+    """Return the objective's default configuration if the study has a trial of it, else an empty dict."""
+    trials = study._get_trials(deepcopy=False, use_cache=True)
+    found = next((t for t in trials if t.user_attrs.get(ORIGIN) == "default"), None)
+    return {} if found is None else found.system_attrs.get("fixed_params", {})

@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 _MISSING = 0.5  # features of a missing number: the middle of the range, and a distance of half the range
 _STEP_EXPONENTS = (-2.5, -0.7)  # range of the decimal logarithm of a step's length, relative to the parameter's range
 _SWITCH_PROBABILITY = 0.1  # probability that a step changes the choice of a categorical parameter
+_NEAR_DEVIATION = 0.25  # standard deviation of values near a given value, relative to the parameter's range
 
 Numeric = FloatDistribution | IntDistribution
 SearchSpace = dict[str, BaseDistribution]
@@ -207,6 +208,37 @@ def _find_conditions(
         yield _ParameterCondition(by, with_it.min(), math.inf)
     if len(without) and without.max() > with_it.max():
         yield _ParameterCondition(by, -math.inf, with_it.max())
+
+
+def contains_value(distribution: BaseDistribution, value: Any) -> bool:
+    """Return whether a value is one of the choices, of the same type, or in the range; steps are ignored."""
+    if isinstance(distribution, CategoricalDistribution):
+        return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
+    assert isinstance(distribution, Numeric)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and distribution.low <= value <= distribution.high
+
+
+def sample_near(distribution: BaseDistribution, value: Any, random: np.random.Generator) -> Any:
+    """Return a random value near a given one, as in PriorBand (Mallik et al. 2023).
+
+    A number has a normal distribution around `value`, truncated to the range. A categorical parameter keeps `value`
+    with a probability of c / (2 c - 1) for c choices; otherwise, each choice has the same probability.
+
+    Args:
+        distribution: distribution of the parameter, which contains `value`.
+        value: center of the samples.
+        random: random generator.
+    """
+    if isinstance(distribution, CategoricalDistribution):
+        choices = len(distribution.choices)
+        return (
+            value if random.random() < choices / (2 * choices - 1) else distribution.choices[random.integers(choices)]
+        )
+    center = _to_unit(distribution, value)
+    while not 0 <= (number := center + _NEAR_DEVIATION * random.standard_normal()) <= 1:
+        pass
+    return _from_unit(distribution, number)
 
 
 def _to_unit(d: BaseDistribution, value: Any) -> float:

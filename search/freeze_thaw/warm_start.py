@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-from optuna.distributions import BaseDistribution, CategoricalDistribution, distribution_to_json, json_to_distribution
+from optuna.distributions import BaseDistribution, distribution_to_json, json_to_distribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from hpsearch.search.freeze_thaw.observations import read_losses, select_observations
+from hpsearch.search.freeze_thaw.space import contains_value
 
 WARM_START_KEY = "curves:earlier"  # study system attribute with the warm-start data
 MAX_SOURCE_TRIALS = 150  # maximum number of trials of all earlier studies; with two points each, half of MAX_POINTS
@@ -127,15 +128,8 @@ class WarmStartData:
 def _select_shared(params: Mapping[str, Any], distributions: Mapping[str, BaseDistribution]) -> dict[str, Any] | None:
     """Return the parameters that the new search space has too; None if a value is outside its range or choices."""
     shared = {name: value for name, value in params.items() if name in distributions}
-    return shared if all(_contains(distributions[name], value) for name, value in shared.items()) else None
-
-
-def _contains(distribution: BaseDistribution, value: Any) -> bool:
-    if isinstance(distribution, CategoricalDistribution):
-        return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
     # A value between two steps is allowed, because the value is only an observation, and no trial runs with it.
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
+    return shared if all(contains_value(distributions[name], value) for name, value in shared.items()) else None
 
 
 def _select_most_informative(

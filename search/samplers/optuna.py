@@ -204,12 +204,14 @@ class FreezeThaw(SamplerSpec):
     The sampler suggests the configuration with the highest expected improvement of this value. With --warm-start,
     trials of earlier studies are used too, weighted by the estimated similarity of the studies (based on Bonilla et al.
     2007 and Swersky et al. 2013). A fraction `random_fraction` of the trials is random (as in Falkner et al. 2018),
-    because otherwise the sampler may repeatedly follow a wrong prediction.
+    because otherwise the sampler may repeatedly follow a wrong prediction. A fraction `near_default_fraction` of these
+    is sampled near the objective's `defaults` (as in Mallik et al. 2023).
     """
 
     name: Literal["freeze_thaw"] = "freeze_thaw"
     n_startup_trials: int = Field(default=10, ge=1)
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
+    near_default_fraction: Number = Field(default=0.5, ge=0, le=1)
 
     can_warm_start: ClassVar[bool] = True
     can_repeat: ClassVar[bool] = True  # two concurrent workers may suggest the same end of a range

@@ -30,10 +30,15 @@ CURRENT_NAMES = {
 
 
 def translate_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored study spec, with each former name replaced by the current one."""
+    """Return a stored study spec, with each former name replaced by the current one.
+
+    An option that the sampler of an earlier version did not have gets the value with which the sampler does not change.
+    """
     spec = _with_current_keys(stored, _SETTINGS)
     if isinstance(sampler := spec.get("sampler"), Mapping):
-        spec["sampler"] = {**sampler, "name": _SAMPLERS.get(sampler["name"], sampler["name"])}
+        name = _SAMPLERS.get(sampler["name"], sampler["name"])
+        later = {"near_default_fraction": 0.0} if name == "freeze_thaw" else {}
+        spec["sampler"] = {**later, **sampler, "name": name}
     return spec
 
 

@@ -17,6 +17,7 @@ from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, for
 from hpsearch.search.freeze_thaw.gp_dataset import HYPERPARAMETERS_KEY, REFIT_GROWTH
 from hpsearch.search.freeze_thaw.observations import Observations
 from hpsearch.search.freeze_thaw.sampler import FreezeThawSampler
+from hpsearch.storage.attributes import ORIGIN
 from tests.factories import X
 from tests.search.freeze_thaw.support import EPOCHS, curve, pruned, study_of, suggestion
 
@@ -95,6 +96,24 @@ def test_a_fraction_of_suggestions_is_random():
     near = sum(abs(suggestion(study, seed, random_fraction=0.3) - 0.7) < 0.1 for seed in range(60))
     assert 0.5 * 60 < near < 0.9 * 60
     assert len({round(suggestion(study, seed, random_fraction=1.0), 6) for seed in range(20)}) == 20
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_fraction_of_the_random_trials_is_near_the_default_configuration(fraction):
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.9, "kind": "b", "width": "not a number"}, user_attrs={ORIGIN: "default"})
+    study.ask()
+    sampled = []
+    for seed in range(200):
+        study.sampler = FreezeThawSampler(seed=seed, epochs=EPOCHS, near_default_fraction=fraction)
+        trial = study.ask()
+        sampled.append((trial.suggest_float("x", 0, 1), trial.suggest_categorical("kind", ["a", "b"])))
+        assert 8 <= trial.suggest_int("width", 8, 64) <= 64  # the value of the default is not in the range
+    xs, kinds = zip(*sampled, strict=True)
+    assert np.mean([x > 0.65 for x in xs]) == pytest.approx(0.35 + fraction * 0.41, abs=0.1)
+    assert np.mean([kind == "b" for kind in kinds]) == pytest.approx(0.5 + fraction / 3, abs=0.1)
+    assert min(xs) >= 0
+    assert max(xs) <= 1
 
 
 def test_a_parameter_added_later_is_sampled():

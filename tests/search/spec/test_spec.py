@@ -20,7 +20,12 @@ from tests.factories import BASE
 def test_defaults_are_stored() -> None:
     dumped = parse_spec(BASE | {"epochs": 27}).model_dump()
     assert dumped["version"] == 1
-    assert dumped["sampler"] == {"name": "freeze_thaw", "n_startup_trials": 10, "random_fraction": 0.3}
+    assert dumped["sampler"] == {
+        "name": "freeze_thaw",
+        "n_startup_trials": 10,
+        "random_fraction": 0.3,
+        "near_default_fraction": 0.5,
+    }
     assert dumped["pruner"] == {"name": "asha", "min_resource": 3, "reduction_factor": 3, "min_complete": 3}
     assert parse_spec(dumped) == parse_spec(BASE | {"epochs": 27})
 
@@ -156,7 +161,8 @@ def test_a_wrong_setting_is_named_with_its_value(change: dict[str, Any], words: 
 
 
 def test_former_names_are_read_from_storage_and_rejected_elsewhere() -> None:
-    named = {"min_expected_gain": 0.01, "sampler": {"name": "freeze_thaw", "n_startup_trials": 5}}
+    sampler = {"name": "freeze_thaw", "n_startup_trials": 5, "near_default_fraction": 0.0}  # the option is new
+    named = {"min_expected_gain": 0.01, "sampler": sampler}
     former = {"stop_when": 0.01, "sampler": {"name": "curves", "n_startup_trials": 5}}
     assert parse_stored_spec({**BASE, **former}) == parse_spec({**BASE, **named})
     assert parse_stored_spec(parse_spec({**BASE, **named}).model_dump()) == parse_spec({**BASE, **named})
