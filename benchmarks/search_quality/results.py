@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from benchmarks.search_quality.problems import PROBLEMS
 from benchmarks.search_quality.simulation import History, Simulation
 from benchmarks.search_quality.surrogates import Family, made_of, surrogate
 from benchmarks.search_quality.ways import BASELINE, make
+from hpsearch.search.study.enqueue import default_params
 
 HERE = Path(__file__).parent
 PRODUCTION = HERE.parents[1] / "src/hpsearch"
@@ -26,10 +27,17 @@ RESAMPLES = 500
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters that all searches of a table share."""
+    """The parameters that all searches of a table share.
+
+    Attributes:
+        budget: epochs after which the baseline sets the target.
+        workers: number of simulated workers of a search.
+        default_first: whether each search runs the default configuration of the objective first, as hpsearch does.
+    """
 
     budget: int
     workers: int
+    default_first: bool = False
 
     @property
     def end(self) -> int:
@@ -54,7 +62,8 @@ def search(one: Search, setting: Setting) -> History:
         return History(**json.loads(path.read_text())["history"])
     problem = PROBLEMS[one.objective]
     training = surrogate(one.objective, one.family)
-    way = make(one.way, problem, one.seed)
+    default = default_params(problem.objective()) if setting.default_first else None
+    way = make(one.way, replace(problem, default=default), one.seed)
     history = Simulation(way, training, problem.maximize, setting.workers, setting.end, one.seed).run()
     KEPT.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")

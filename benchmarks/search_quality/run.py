@@ -54,11 +54,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--budget", type=int, default=1000, help="epochs after which the baseline sets the target")
     parser.add_argument("--workers", type=int, default=8, help="simulated workers per search")
+    parser.add_argument("--default-first", action="store_true", help="run the objective's default configuration first")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    setting = Setting(given.budget, given.workers)
+    setting = Setting(given.budget, given.workers, given.default_first)
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     searches = [
         Search(objective, family, way, seed)
