@@ -5,6 +5,7 @@
 Each method searches for the given time, which includes the start of the command and all imports, on the same machine,
 with the same number of workers, objective, data split and training loop. The services of hpsearch are started
 beforehand, like Optuna's database; Optuna and Ray Tune log nothing, hpsearch logs everything that it usually does.
+hpsearch and Optuna begin with the default configuration of the objective, Ray Tune does not.
 
 The best so far is the configuration of the best reported value, from the time at which that value is in the database
 or in Ray's results: the one that a user would choose then. The best reported value is partly luck, so the true value
@@ -40,12 +41,15 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_objective
 from hpsearch.search.fleet.cores_and_gpus import count_cores, thread_environment
 from hpsearch.search.services import DASHBOARD_COMMAND
+from hpsearch.search.study.enqueue import default_params
 from hpsearch.storage.embedded import stack
 
 OBJECTIVES = {
     "digits": "benchmarks.one_split:OneDigits",
     "breast_cancer": "benchmarks.one_split:OneBreastCancer",
     "denoise": "benchmarks.one_split:OneDenoise",
+    "gan": "benchmarks.one_split:OneGan",
+    "series": "benchmarks.one_split:OneSeries",
 }
 EPOCHS = 27
 BASELINE = "hpsearch tpe + median"
@@ -114,7 +118,7 @@ class SearchCase:
         return -1.0 if self.objective.direction == "maximize" else 1.0
 
 
-def hpsearch(sampler: str, pruner: str) -> Callable[[SearchCase, str], Trace]:
+def hpsearch(sampler: str, pruner: str, *options: str) -> Callable[[SearchCase, str], Trace]:
     """Return a function that runs `hpsearch run` as a user would."""
 
     def made(case: SearchCase, name: str) -> Trace:
@@ -123,7 +127,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[SearchCase, str], Trace]:
             "seed": case.seed, "sampler": sampler, "pruner": pruner,
         }  # fmt: skip
         given = [f"--{flag}={value}" for flag, value in flags.items()]
-        command = [sys.executable, "-m", "hpsearch", "run", case.reference, "--no-default-first", *given]
+        command = [sys.executable, "-m", "hpsearch", "run", case.reference, *given, *options]
         return watch_study(case, name, [command])
 
     return made
@@ -131,7 +135,8 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[SearchCase, str], Trace]:
 
 def plain_optuna(case: SearchCase, name: str) -> Trace:
     """Run Optuna's own loop in one process per worker, on the same Postgres."""
-    optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
+    study = optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
+    study.enqueue_trial(default_params(case.objective) or {})
     script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
     script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}"]
     return watch_study(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
@@ -167,6 +172,9 @@ def ray_tune(searcher: str) -> Callable[[SearchCase, str], Trace]:
 WAYS: dict[str, Callable[[SearchCase, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
     "hpsearch freeze_thaw + asha": hpsearch("freeze_thaw", "asha"),
+    "hpsearch freeze_thaw + asha, near_default_fraction = 0": hpsearch(
+        "freeze_thaw", "asha", "--sampler-option", "near_default_fraction=0"
+    ),
     "hpsearch freeze_thaw + median": hpsearch("freeze_thaw", "median"),
     "hpsearch random + asha": hpsearch("random", "asha"),
     "hpsearch tpe + asha": hpsearch("tpe", "asha"),

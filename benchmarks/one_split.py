@@ -9,6 +9,8 @@ from __future__ import annotations
 from benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 from hpsearch import Splits
 from hpsearch.objectives.builtin.denoise import Denoise
+from hpsearch.objectives.builtin.gan import Gan
+from hpsearch.objectives.builtin.series import Series
 
 
 class OneDigits(DigitsLikelihood):
@@ -29,6 +31,22 @@ class OneBreastCancer(BreastCancerLikelihood):
 
 class OneDenoise(Denoise):
     """The denoise objective."""
+
+    def data(self, seed: int) -> Splits:
+        """Return the split of seed 0."""
+        return super().data(0)
+
+
+class OneGan(Gan):
+    """The gan objective."""
+
+    def data(self, seed: int) -> Splits:
+        """Return the split of seed 0."""
+        return super().data(0)
+
+
+class OneSeries(Series):
+    """The series objective."""
 
     def data(self, seed: int) -> Splits:
         """Return the split of seed 0."""
