@@ -89,6 +89,30 @@ def _make_spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     return parse_spec({**searched.model_dump(), **own})
 
 
+_CHOSEN_BY_SEARCH = ("objective", "sampler", "pruner", "tensorboard", "wandb")  # settings with code or destinations
+
+
+def check_generated(study: StoredStudy, made: StoredStudy) -> None:
+    """Check that a finalist or refit study has the settings with code and destinations that hpsearch gives it.
+
+    Every worker's database role can create such a study. The workers that retrain the finalists would run its code.
+
+    Args:
+        study: the search.
+        made: the finalist or refit study.
+
+    Raises:
+        SearchError: a setting differs.
+    """
+    expected = _make_spec(study.spec, made.finalists_of, number=1)
+    for name in _CHOSEN_BY_SEARCH:
+        if getattr(made.spec, name) != getattr(expected, name):
+            raise SearchError(
+                f"study {made.spec.name!r} has another {name} than hpsearch sets for {made.finalists_of.description}; "
+                f"delete it with: {format_command('delete', made.spec.name)}"
+            )
+
+
 _SHARED = (SOURCE_SHA256, LEAKS, RESTORED, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL)  # attributes as in the search
 
 

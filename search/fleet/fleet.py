@@ -96,10 +96,11 @@ class Fleet:
         log_dir: folder of the workers' logs.
         gpus: CUDA devices to assign to the workers; if empty, no GPU is assigned.
         failed_at_start: number of failed trials of the study at the start of the fleet.
+        study_id: id of the study in the database, which the workers check; None to join any study of this name.
         on_loss: called with the name and the cause if the process of a worker with one device has not ended by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 the options of a fleet are keywords
         self,
         study: str,
         options: WorkerOptions,
@@ -108,6 +109,7 @@ class Fleet:
         log_dir: Path,
         gpus: list[str],
         failed_at_start: int = 0,
+        study_id: int | None = None,
         on_loss: Callable[[str, LossCause], None] = lambda *_: None,
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -122,6 +124,8 @@ class Fleet:
         self._gpus = gpus
         # A worker that starts late counts the failures of the other workers too.
         self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_at_start)
+        # Every worker's role can replace the study by one of the same name, whose code the command has not checked.
+        self._environment["HPSEARCH_FLEET_STUDY"] = "" if study_id is None else f"{study}/{study_id}"
         self._is_stopping = False
         self._kill_at = self._done_at = math.inf
         self._progress = 0

@@ -14,7 +14,12 @@ from rich.console import Console
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.search.console import PlainConsole, format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.choose import create_or_join, list_excluded_trials, make_or_join_refit
+from hpsearch.search.finalists.choose import (
+    check_generated,
+    create_or_join,
+    list_excluded_trials,
+    make_or_join_refit,
+)
 from hpsearch.search.finalists.refit import Refit, format_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.text import finalist_table, format_finalists, format_leaks, format_test_result
@@ -79,6 +84,7 @@ def open_companion_study(
     search.check_restored()  # before `make`, which would leave a set without results
     services = resolve_tracking(services, search)
     study, created = make()
+    check_generated(search, study)
     study.check_restored()  # the backup may contain other settings of this study, and records to send
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
     tracking_error = open_study_run(services, study, required=False)

@@ -145,7 +145,10 @@ def run_fleet(
         with suppress(SQLAlchemyError):  # without the database, the loss counts in full
             record_loss_cause(engine, process, cause)
 
-    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed, on_loss=record_loss)
+    fleet = Fleet(
+        name, options, workers=workers, log_dir=logs, gpus=gpus, failed_at_start=failed, study_id=study.study_id,
+        on_loss=record_loss,
+    )  # fmt: skip
     others = (
         f", first log: {fleet.slots[0].log.name}; another run writes the earlier logs" if fleet.slots[0].index else ""
     )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hpsearch.objectives.training.ranks import current_ranks
-from hpsearch.search.errors import as_search_error
+from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
@@ -18,7 +18,13 @@ from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import find_checkpoint_warning, open_checkpoints
 from hpsearch.search.study.folders import get_runs_folder
-from hpsearch.search.study.study import check_release, load_study, require_measurable, require_one_device
+from hpsearch.search.study.study import (
+    StoredStudy,
+    check_release,
+    load_study,
+    require_measurable,
+    require_one_device,
+)
 from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.tracking.tracker import Tracker, check_trackers
 from hpsearch.search.tracking.trial_run import run_tags
@@ -75,6 +81,7 @@ class WorkerContext:
         storage = open_storage(services.storage_url, application_name=f"hpsearch {worker_name()}")
         self.options, self.study = options, load_study(storage, name)
         study, spec = self.study, self.study.spec
+        _check_not_replaced(study)
         check_release(study)
         study.check_restored()
         check_trackers(spec)
@@ -155,3 +162,14 @@ class WorkerContext:
             log.warning("the hpsearch process that started this worker has ended; the worker stops")
             self.shutdown.start()
         return self.shutdown.is_shutting_down
+
+
+def _check_not_replaced(study: StoredStudy) -> None:
+    """Check that the study is the one that the command which started this worker has opened, if there is one.
+
+    Raises:
+        SearchError: the study was replaced by another study of the same name.
+    """
+    name, _, study_id = os.environ.get("HPSEARCH_FLEET_STUDY", "").rpartition("/")
+    if name == study.spec.name and study_id != str(study.study_id):
+        raise SearchError(f"study {name!r} was replaced by another study of the same name; repeat the command")

@@ -10,7 +10,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_parent_study
-from hpsearch.storage.attributes import RESTORED
+from hpsearch.storage.attributes import RESTORED, SPEC
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claim_results import Claim
@@ -43,6 +43,26 @@ def test_finalists_of_an_untrusted_study_are_not_created(storage: PostgresStorag
     study.set_attr(RESTORED, True)
     assert "hpsearch trust s" in say("finalists", "s", "--tracking-uri", "http://127.0.0.1:1", code=2)
     assert len(study.storage.get_all_studies()) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("objective", "/code/other.py:Other"),
+        ("sampler", {"name": "optunahub", "package": "samplers/x", "ref": "0" * 40}),
+        ("tensorboard", "/events"),
+    ],
+)
+def test_finalists_with_code_that_a_worker_role_has_chosen_are_not_trained(
+    study: StoredStudy, storage: PostgresStorage, say: Say, setting: str, value: object
+) -> None:
+    made, _ = create_or_join(study, top=2, seeds=1)
+    storage.delete_study(made.study_id)
+    forged = {SPEC: {**made.spec.model_dump(), setting: value}}
+    directions = storage.get_study_directions(study.study_id)
+    storage.create_filled_study(directions, "s.finalists", user_attrs=forged, trials=[])
+    error = say("finalists", "s", "--tracking-uri", "http://127.0.0.1:1", code=2)
+    assert error.startswith(f"hpsearch: study 's.finalists' has another {setting} than hpsearch sets for the finalists")
 
 
 def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -> None:

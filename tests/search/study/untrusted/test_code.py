@@ -7,8 +7,9 @@ import os
 import pwd
 import py_compile
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,10 +17,16 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.references import locate_source
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command, steer
+from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
+from hpsearch.search.fleet import fleet
+from hpsearch.search.run.fleet import run_fleet
+from hpsearch.search.services import Services
 from hpsearch.search.study import study as study_module
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.trust import check_source, read_code
+from hpsearch.search.worker.context import WorkerContext
+from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -66,6 +73,31 @@ def test_an_uploaded_artifact_is_not_imported(storage: PostgresStorage, code: Pa
     with pytest.raises(SearchError, match="because the file is an artifact of MLflow"):
         load_study(storage, "s").objective()
     assert not uploaded.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_workers_of_a_command_do_not_join_a_study_that_has_replaced_its_study(
+    storage: PostgresStorage, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
+) -> None:
+    """A worker's role can delete a study while `finalists` starts workers, and create another one of the same name."""
+    make_study_of(storage, "digits")
+    opened = load_study(storage, "s")
+    environments: list[dict[str, str]] = []
+
+    def start(_command: list[str], environment: dict[str, str], _log: Path) -> NoReturn:
+        environments.append(environment)
+        raise InterruptedError
+
+    monkeypatch.setattr(fleet, "can_fork", lambda: False)
+    monkeypatch.setattr(fleet, "_start_interpreter", start)
+    with pytest.raises(InterruptedError):
+        run_fleet(PlainConsole(), Services(tmp_path, database_url, None, None), opened, 1, WorkerOptions())
+    storage.delete_study(opened.study_id)
+    make_study_of(storage, code, **{SOURCE_SHA256: compute_sha256(code)})
+    monkeypatch.setenv("HPSEARCH_FLEET_STUDY", environments[0]["HPSEARCH_FLEET_STUDY"])
+    with pytest.raises(SearchError, match="study 's' was replaced by another study of the same name"):
+        WorkerContext("s", WorkerOptions(storage_url=database_url), threading.Event())
+    assert not code.with_name("imported").exists()
 
 
 @pytest.mark.usefixtures("home")
