@@ -180,18 +180,19 @@ def metrics(
 
     The page http://HOST:PORT/metrics has workers, trials, epochs, attempts and best values. Prometheus needs the token
     in authorization.credentials_file: HPSEARCH_WEB_TOKEN of this process, or for the embedded services the file
-    web-token of the home folder.
+    metrics-token of the home folder, which this command creates.
     """
     from hpsearch.search.services import find_services
     from hpsearch.storage.embedded.services import require_server_packages
-    from hpsearch.storage.web.token import TOKEN_VARIABLE, load_or_create_token
+    from hpsearch.storage.web.token import METRICS_TOKEN_FILE, TOKEN_VARIABLE, load_or_create_token
 
     require_server_packages(("prometheus-client", "waitress"))
     from hpsearch.storage.metrics import serve_metrics  # imports a package of the extra `server`
 
     _check_free(host, port)
     services = find_services({"storage_url": storage_url, "home": home})
-    if services.is_embedded:
-        os.environ[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or load_or_create_token(services.home)
-    token = _read_web_token(no_auth=no_auth, warning=_NO_AUTH_METRICS_WARNING)
+    if services.is_embedded and not no_auth and not os.environ.get(TOKEN_VARIABLE):
+        token: str | None = load_or_create_token(services.home, METRICS_TOKEN_FILE)
+    else:
+        token = _read_web_token(no_auth=no_auth, warning=_NO_AUTH_METRICS_WARNING)
     serve_metrics(services.storage_url, host=host, port=port, token=token)

@@ -20,36 +20,48 @@ from hpsearch.storage.sockets import LOOPBACK, is_own_server
 TOKEN_VARIABLE = "HPSEARCH_WEB_TOKEN"  # noqa: S105 the name of a variable
 AUTH_NAME = "hpsearch"  # value of MLFLOW_TRACKING_AUTH that selects storage.mlflow.token_auth
 TOKEN_FILE = "web-token"  # noqa: S105 the name of a file
+# Prometheus sends its token to any process at the port of `serve metrics`, so it is not that of the other services.
+METRICS_TOKEN_FILE = "metrics-token"  # noqa: S105 the name of a file
+_CREATORS = {TOKEN_FILE: "up", METRICS_TOKEN_FILE: "serve metrics"}  # commands
 TOKEN_PARAMETER = "token"  # noqa: S105 the name of a query parameter
 
 # It ends where a terminal may end a link, and before a second address, which must not get the token.
 _LINK = re.compile(r"http://127\.0\.0\.1:\d+(?:(?!://)[\w/#?&=.%+~:@,;-])*", re.ASCII)
 
 
-def load_or_create_token(home: Path) -> str:
-    """Return the token of the installation in `home`, which is created (mode 0600) if it is missing."""
-    if (token := read_token(home)) is None:
+def load_or_create_token(home: Path, file: str = TOKEN_FILE) -> str:
+    """Return the token of the installation in `home`, which is created (mode 0600) if it is missing.
+
+    Args:
+        home: home folder.
+        file: name of the file, `TOKEN_FILE` or `METRICS_TOKEN_FILE`.
+    """
+    if (token := read_token(home, file)) is None:
         token = secrets.token_urlsafe(24)
-        write_private(home / TOKEN_FILE, token + "\n")
+        write_private(home / file, token + "\n")
     return token
 
 
-def read_token(home: Path) -> str | None:
+def read_token(home: Path, file: str = TOKEN_FILE) -> str | None:
     """Return the token of the installation in `home`; None if it has none.
+
+    Args:
+        home: home folder.
+        file: name of the file, `TOKEN_FILE` or `METRICS_TOKEN_FILE`.
 
     Raises:
         StorageError: the file cannot be read or is damaged, or it or a link at its path belongs to another user.
     """
     try:
-        token = read_own_text(home / TOKEN_FILE).strip()
+        token = read_own_text(home / file).strip()
         if not re.fullmatch(r"[\w.~-]*", token, re.ASCII):  # it becomes a part of headers and links
             raise OSError(errno.EINVAL, "it is damaged")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        path = str(home / TOKEN_FILE)
+        path, command = str(home / file), _CREATORS[file]
         raise StorageError(
-            f"the token file {path!r} cannot be read ({format_os_error(error)}): delete it, then run hpsearch up"
+            f"the token file {path!r} cannot be read ({format_os_error(error)}): delete it, then run hpsearch {command}"
         ) from None
     return token or None
 

@@ -21,6 +21,10 @@ from optuna.trial import TrialState, create_trial
 from prometheus_client.parser import text_string_to_metric_families
 
 import hpsearch
+from hpsearch.search import services
+from hpsearch.search.cli import run_command
+from hpsearch.search.services import Services
+from hpsearch.storage import metrics
 from hpsearch.storage.attributes import INFEASIBLE, TRACKING, WANTED_WORKERS
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import state
@@ -28,6 +32,7 @@ from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.worker_registry import WorkerIdentity, WorkerRegistration
+from hpsearch.storage.web.token import METRICS_TOKEN_FILE, load_or_create_token, read_token
 from tests.storage.trials.support import budget
 from tests.waiting import wait_for
 from tests.web import answers
@@ -118,6 +123,22 @@ def test_a_scrape_returns_the_metrics_of_all_studies(port: int) -> None:
         ("hpsearch_untracked_trials",): 1,
         ("hpsearch_best_value", "0"): pytest.approx(4.0),
     }
+
+
+def test_the_token_of_the_metrics_does_not_give_access_to_the_other_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus sends it to any process that has taken the port, also to one of another user."""
+    served: list[str | None] = []
+    embedded = Services(tmp_path, "postgresql://", "http://127.0.0.1:1", None, is_embedded=True)
+    monkeypatch.setattr(services, "find_services", lambda _: embedded)
+    monkeypatch.setattr(metrics, "serve_metrics", lambda *_, token, **_options: served.append(token))
+    monkeypatch.delenv("HPSEARCH_WEB_TOKEN", raising=False)
+    token = load_or_create_token(tmp_path)
+    assert run_command(["serve", "metrics", "--port", str(state.choose_port(None))]) == 0
+    assert served == [read_token(tmp_path, METRICS_TOKEN_FILE)]
+    assert served[0] not in {None, token}
+    assert (tmp_path / "metrics-token").stat().st_mode & 0o777 == 0o600
 
 
 _DOCS = Path(__file__).parents[2] / "docs/metrics"
