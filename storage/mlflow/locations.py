@@ -29,6 +29,7 @@ _SCHEMES = (*_REMOTE, *_PROXIED)
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 # MLflow stores each artifact in the folder of a run, model or trace: 7/0123456789abcdef0123456789abcdef/artifacts/x.
 ARTIFACT_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}/artifacts/.")
+OWNER_PATH = re.compile(r"(^|/)(m-|tr-)?[0-9a-f]{32}(/|$)")  # the folder of a run, model or trace, or a path below it
 
 _restricted: set[str] = set()  # addresses of tracking servers
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from hpsearch.storage.database.libpq import check_server_user_of
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.hdfs_library import HDFS_SCHEMES, load_hdfs_library
-from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
+from hpsearch.storage.mlflow.locations import ARTIFACT_PATH, OWNER_PATH
 from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
 from hpsearch.storage.web.token import TOKEN_VARIABLE
 
@@ -53,10 +53,11 @@ PAGE_POLICY = (
     "frame-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
 _UPLOAD_TEXT = b"Upload to the artifacts of a run, model or trace: EXPERIMENT/RUN/artifacts/FILE.\n"
+_DELETION_TEXT = b"Delete the artifacts of a run, model or trace: EXPERIMENT/RUN/artifacts.\n"
 
 
 class MlflowGuard(Guard):
-    """Guard that also rejects the disabled features, and uploads outside the artifacts of runs, models and traces.
+    """Guard that also rejects the disabled features, and changes outside the artifacts of runs, models and traces.
 
     Commands import no objective file from a folder of artifacts, which they recognize by its path.
     """
@@ -69,8 +70,10 @@ class MlflowGuard(Guard):
             if request.method == "GET" and request.path.endswith("/gateway-proxy"):
                 return make_reply(HTTPStatus.OK, _NO_ENDPOINTS)
             return make_reply(HTTPStatus.FORBIDDEN, _DISABLED_TEXT)
-        is_upload = _PROXY in request.path and request.method not in {"GET", "HEAD", "DELETE"}
-        if is_upload and not ARTIFACT_PATH.search(request.path.partition(_PROXY)[2]):
+        _, proxy, path = request.path.partition(_PROXY)
+        if proxy and request.method == "DELETE" and not OWNER_PATH.search(path):  # "." is the folder of all artifacts
+            return make_reply(HTTPStatus.FORBIDDEN, _DELETION_TEXT)
+        if proxy and request.method not in {"GET", "HEAD", "DELETE"} and not ARTIFACT_PATH.search(path):
             return make_reply(HTTPStatus.FORBIDDEN, _UPLOAD_TEXT)
         return None
 

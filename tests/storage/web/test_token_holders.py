@@ -37,6 +37,18 @@ def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
     assert not list((stack.home / "artifacts").rglob("evil.py"))
 
 
+@pytest.mark.parametrize("path", [".", "%2e", "%252e", "1/.", "", "1"])
+def test_a_holder_of_the_token_does_not_delete_the_artifacts_of_all_runs_at_once(
+    stack: StackInfo, token: str, path: str
+) -> None:
+    kept = stack.home / "artifacts" / "1" / "kept"
+    kept.parent.mkdir(exist_ok=True)
+    kept.touch()
+    url = f"/api/2.0/mlflow-artifacts/artifacts/{path}"
+    assert send_request(stack, "mlflow", "DELETE", url, Authorization=f"Bearer {token}")[0] == 403
+    assert kept.exists()
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
