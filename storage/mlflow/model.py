@@ -110,10 +110,12 @@ def read_export_source(client: MlflowClient, model_id: str | None) -> str:
 
 def download_model(model_id: str, folder: Path, *, tracking_uri: str) -> Path:
     """Download all files of a logged model to a new folder in `folder`, and return the new folder."""
-    from mlflow.artifacts import download_artifacts
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     target = folder / check_id(model_id)
     target.mkdir()
-    download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=str(target), tracking_uri=tracking_uri)
+    # Not MLflow's download_artifacts, which prefers a file of the working folder whose path is this address.
+    repository = get_artifact_repository(f"models:/{model_id}", tracking_uri=tracking_uri)
+    repository.download_artifacts("", dst_path=str(target))
     (target / "registered_model_meta").unlink(missing_ok=True)  # MLflow's client adds this file to the download
     return target

@@ -121,7 +121,11 @@ def test_code_that_another_client_adds_to_a_promoted_model_is_not_loaded(
     assert not marker.exists()
 
 
-def test_a_verified_model_is_loaded(own_tracked: Tracked, own_model: str, exported: Path) -> None:
+def test_a_verified_model_is_loaded_also_in_a_folder_that_contains_its_address(
+    own_tracked: Tracked, own_model: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models:" / own_model).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     promote(own_tracked.stored, own_tracked.tracking)
     assert own_tracked.version("champion").source == f"models:/{own_model}"
     inputs = torch.randn(3, 1, 8, 8)
