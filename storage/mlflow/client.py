@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import inspect
 import logging
 import os
 import re
@@ -95,6 +96,22 @@ def check_mlflow_variables() -> None:
             raise StorageError(f"{name} must be in [{low}, {high}], not {value}; correct or unset the variable")
 
 
+@functools.cache
+def _unlock_import_hooks() -> None:
+    """Change MLflow's import hooks so that an import does not wait for their lock.
+
+    `mlflow.autolog()` imports packages while it holds this lock. Python holds its own import lock while it searches a
+    module with MLflow's finder. So an import in another thread, such as the one that sends records, could block both
+    threads forever. The finder needs no lock, because Python searches each module in one thread at a time.
+    """
+    from mlflow.utils.import_hooks import ImportHookFinder
+
+    find_spec = ImportHookFinder.find_spec
+    while callable(unlocked := inspect.getclosurevars(find_spec).nonlocals.get("f")):  # MLflow's decorators
+        find_spec = unlocked
+    ImportHookFinder.find_spec = find_spec
+
+
 class Tracking:
     """The tracking server, and the experiment that contains the runs of all studies.
 
@@ -118,6 +135,7 @@ class Tracking:
         _reach_loopback_directly(uri)
         import mlflow
 
+        _unlock_import_hooks()
         check_mlflow_variables()
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         restrict_artifact_locations(uri)
