@@ -119,10 +119,13 @@ def format_user_error(error: BaseException, file: Path | None = None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{format_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = f"{type(error).__name__}: {_first_line(error)}{format_install_hint(error)}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_user_file(frame.filename, file):
-            return f"{format_path(frame.filename)}:{frame.lineno}: {message}"
-    return message
+    frame = _find_user_frame(error, file)
+    return message if frame is None else f"{format_path(frame.filename)}:{frame.lineno}: {message}"
+
+
+def _find_user_frame(error: BaseException, file: Path | None = None) -> traceback.FrameSummary | None:
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if _is_user_file(frame.filename, file)), None)
 
 
 def _is_user_file(filename: str, file: Path | None) -> bool:
@@ -210,6 +213,22 @@ def wrap_user_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # whatever the user's code raises
         if is_out_of_memory(error):
+            raise
+        raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
+
+
+@contextmanager
+def wrap_training_errors(what: str) -> Iterator[None]:
+    """Convert errors of the objective's code in training, such as of a hook, to an ObjectiveError.
+
+    Errors of hpsearch and the libraries, and out-of-memory errors, are not converted.
+    """
+    try:
+        yield
+    except ObjectiveError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        if is_out_of_memory(error) or _find_user_frame(error) is None:
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
 

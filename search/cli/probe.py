@@ -27,7 +27,7 @@ from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children, kill_descendants
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
-from hpsearch.search.study.preflight import inspect_objective, make_failed_result, run_random_smoke_test
+from hpsearch.search.study.preflight import inspect_objective, run_random_smoke_test
 
 Result = TypeVar("Result")
 
@@ -104,10 +104,6 @@ def _crashes_in_interpreter(reference: str) -> bool:
     return -subprocess.run(command, capture_output=True, check=False).returncode in _CRASHES
 
 
-class _CrashError(ObjectiveError):
-    """Error for code of an objective that ended the process."""
-
-
 class ObjectiveProcess:
     """Forked process that runs the objective's code before the first trial, so that a crash does not end the command.
 
@@ -160,12 +156,10 @@ class ObjectiveProcess:
         """Call `run_random_smoke_test` in the process, and end the process, which contains the data.
 
         Raises:
-            ObjectiveError: as for `run_random_smoke_test`.
+            ObjectiveError: as for `run_random_smoke_test`, or the code ended the process.
         """
         try:
             return self._call(run_random_smoke_test, objective, spec)
-        except _CrashError as error:  # the configuration may be too large for this machine
-            return make_failed_result(str(error))
         finally:
             self.close()
 
@@ -178,7 +172,7 @@ class ObjectiveProcess:
             self._connection.send((function, spec))
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
-            raise _CrashError(self._describe_end(self._wait())) from None
+            raise ObjectiveError(self._describe_end(self._wait())) from None
         if error is not None:
             raise ObjectiveError(error)
         if result is None:

@@ -103,7 +103,7 @@ def train(
 
     An interrupted run resumes from --run-dir.
     """
-    from hpsearch.objectives.errors import ObjectiveError
+    from hpsearch.objectives.errors import ObjectiveError, wrap_training_errors
     from hpsearch.objectives.fit import fit, require_model_objective
     from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.base_trainer import resolve_device
@@ -143,7 +143,8 @@ def train(
     try:
         with _lock_run_dir(folder), _print_warnings():
             session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-            result = fit(found, config, plan, session=session, device=device, instruments=instruments)
+            with wrap_training_errors(f"{type(found).__name__} in training"):
+                result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)
         return 1

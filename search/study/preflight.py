@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,13 +15,20 @@ import torch
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.errors import MetricError, ObjectiveError, get_first_line, is_out_of_memory, wrap_user_errors
+from hpsearch.objectives.errors import (
+    MetricError,
+    ObjectiveError,
+    get_first_line,
+    is_out_of_memory,
+    wrap_training_errors,
+    wrap_user_errors,
+)
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.folds_trainer import check_folds
-from hpsearch.objectives.training.loop.guards import DeviceMemoryError
+from hpsearch.objectives.training.loop.guards import DeviceMemoryError, translate_torch_errors
 from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_splits
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
@@ -57,7 +65,7 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     Raises:
         ObjectiveError: the objective raised an error; the message has the file and line.
     """
-    from hpsearch.objectives.training.loop.build import build_run
+    from hpsearch.objectives.training.loop.build import build_run, try_step
 
     objective.default_config()  # for reports, and for commands that need no study; checks each bound and choice
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
@@ -68,6 +76,11 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     with name_setting_of_metric(objective, spec):
         plan = RunPlan(spec.epochs, seed, spec.seed, folds=spec.folds, fold=None if spec.folds is None else 0)
         run, _ = build_run(objective, config, plan, device=torch.device("cpu"))
+    # The smoke test warns of a lack of memory.
+    wrapped = wrap_training_errors(f"{type(objective).__name__} in a training step")
+    with contextlib.suppress(DeviceMemoryError), wrapped, translate_torch_errors(config, run.device):
+        for _ in range(2):  # the second step may use tensors of the first one
+            try_step(run)
     if (export := bind_export(objective, config)) is not None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
             exported = export(run.model.eval())
@@ -167,7 +180,10 @@ def smoke_test(
         return None  # a custom loop has no batches that hpsearch could use
     outcome = study.attrs.get(SMOKE_TEST)
     if outcome is None:
-        result = run_test(objective, study.spec)
+        try:
+            result = run_test(objective, study.spec)
+        except ObjectiveError as error:  # of this configuration, or of code that fails at its second call
+            result = make_failed_result(str(error))
         outcome = _format_result(result)
         if tracking is not None and result.losses:
             with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, wrap_training_errors
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
@@ -92,7 +92,8 @@ def run_lr_range_test(
     flat = dataclasses.replace(
         config, lr=lowest, schedule="constant", warmup_fraction=0.0, warmup_steps=None, compile=False, log_every=None
     )
-    with make_reproducible(deterministic=config.deterministic), translate_torch_errors(flat, device):
+    wrapped = wrap_training_errors(f"{type(objective).__name__} in the test")
+    with make_reproducible(deterministic=config.deterministic), wrapped, translate_torch_errors(flat, device):
         run, _ = build_run(objective, flat, RunPlan(1, seed, seed), device=device)
         rates, losses = _increase_lr(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
     return _suggest_lr(rates, losses)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpsearch.objectives.errors import wrap_training_errors
 from hpsearch.objectives.training.checks.fault_signs import FaultFinder
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import LazyBatch
@@ -97,8 +98,9 @@ def run_smoke_test(
     result, deadline = None, time.thread_time() + seconds
     for factor in _LR_FACTORS:
         tried = _disable_regularization(config, config.lr * factor, samples)
+        wrapped = wrap_training_errors(f"{type(objective).__name__} in the smoke test")
         reproducible = make_reproducible(deterministic=config.deterministic)
-        with reproducible, _single_thread(), translate_torch_errors(tried, device):
+        with reproducible, _single_thread(), wrapped, translate_torch_errors(tried, device):
             run, scores = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(objective, run, scores, samples, steps, deadline)
         if found.passed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class EpochOrder:
     """
 
     def __init__(self, samples: int, config: TrainConfig, seed: int, sampler: Sampler | None = None) -> None:
-        self._config, self._seed, self._sampler = config, seed, sampler
+        self._config, self._seed, self._sampler, self._samples = config, seed, sampler, samples
         self._length = samples if sampler is None else len(sampler)  # type: ignore[arg-type]  # torch declares no length
         self._in_batches = sampler is not None and isinstance(self._first(sampler), (list, tuple))
 
@@ -89,10 +89,14 @@ class EpochOrder:
             rows = torch.randperm(self._length, generator=generator)
         else:
             with wrap_user_errors("sampler"), seed_temporarily(self._seed, "order", epoch):
-                found = list(self._sampler)
+                found: list[Any] = list(self._sampler)
+                rows = torch.as_tensor([row for batch in found for row in batch] if self._in_batches else found)
+            if bool((rows >= self._samples).any()):
+                raise ObjectiveError(
+                    f"sampler() returned sample {int(rows.max())}, but the training split has {self._samples} samples"
+                )
             if self._in_batches:
                 return [torch.as_tensor(batch).to(device) for batch in found]
-            rows = torch.as_tensor(found)
         batches = torch.split(rows.to(device), self._config.batch_size)
         short = len(batches) > 1 and len(batches[-1]) < self._config.batch_size
         return batches[:-1] if self._config.drop_last and short else batches

@@ -142,9 +142,12 @@ def compute_mean_loss(loss: nn.Module, output: Any, target: Any, size: int) -> T
     """Return the mean loss of a batch of `size` samples, in fp32.
 
     Raises:
-        ObjectiveError: the loss is neither a scalar nor one value per sample.
+        ObjectiveError: the loss is not a tensor, or neither a scalar nor one value per sample.
     """
-    value: Tensor = loss(_to_fp32(output), target).float()
+    value = loss(_to_fp32(output), target)
+    if not isinstance(value, Tensor):
+        raise ObjectiveError(f"the loss must be a tensor, not {type(value).__name__}")
+    value = value.float()
     if value.ndim == 0:
         return value
     if value.shape[0] != size or (value.ndim > 1 and value.shape not in _shapes(output, target)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hpsearch.objectives.errors import ObjectiveError, find_source_file, wrap_user_errors
+from hpsearch.objectives.errors import ObjectiveError, find_source_file, get_message, wrap_user_errors
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import build_batch_source
@@ -151,7 +153,7 @@ def build_run(
         scores = sanity_check(objective, run)
     if config.compile:
         reason = compile_model(
-            run.model, run.eval_model, lambda: _try_step(run), ranks, by_layer=strategy.compiles_layers
+            run.model, run.eval_model, lambda: try_step(run), ranks, by_layer=strategy.compiles_layers
         )
         run.environment["compiled"] = reason is None
         if reason:
@@ -194,6 +196,8 @@ def _check_model(owner: str, model: nn.Module) -> None:
         raise ObjectiveError(f"{owner}.model has no parameters to train")
     with wrap_user_errors(f"{owner}.model"):
         state = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise ObjectiveError(f"{owner}.model: state_dict() must return a dictionary, not {type(state).__name__}")
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ObjectiveError(
@@ -237,11 +241,14 @@ def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed:
     return EpochOrder(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
-def _try_step(run: Run) -> None:
+def try_step(run: Run) -> None:
     """Run a forward and a backward pass as a test, and restore the model afterwards.
 
     The pass is that of the strategy, because the compiler divides a graph at DDP's buckets only if DDP calls the model.
     It reduces no gradients if another rank may have failed.
+
+    Raises:
+        ObjectiveError: the model cannot load its own state, for example because a step adds buffers.
     """
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     batch = next(iter(run.batch_source.iterate_steps(0)))[0].load()
@@ -252,4 +259,8 @@ def _try_step(run: Run) -> None:
         step.loss.backward()  # type: ignore[no-untyped-call]  # torch's
     finally:
         run.model.zero_grad(set_to_none=True)
-        run.model.load_state_dict(kept)
+        try:
+            run.model.load_state_dict(kept)
+        except RuntimeError as error:  # of PyTorch, in several lines
+            fault = " ".join(get_message(error).split())
+            raise ObjectiveError(f"the model cannot load its state_dict() after a training step: {fault}") from error

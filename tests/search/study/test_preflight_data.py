@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -147,14 +148,73 @@ def test_a_model_that_ends_the_process_is_rejected_before_the_study_exists(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the checks run in a forked process on Linux only")
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"])
-def test_a_smoke_test_that_ends_the_process_does_not_end_the_search(
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError", "raise ValueError"])
+def test_a_smoke_test_that_raises_an_error_or_ends_the_process_does_not_end_the_search(
     leaking: Path, capsys: pytest.CaptureFixture[str], end: str
 ) -> None:
-    """The random configuration may need more memory than others."""
+    """The random configuration may need more memory than others, or the code may fail at its second call only."""
     leaking.write_text(f"{leaking.read_text()}\n{ENDING.format(call=2, end=end)}")
     assert run(leaking, "val", "splits.test") == 0
     assert "smoke test of a random configuration failed: " in " ".join(capsys.readouterr().out.split())
+
+
+FAULTY = """
+class Faulty(Wine):
+    def model(self, config, train):
+        net = super().model(config, train)
+        {fault}
+        return net
+
+Wine = Faulty
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            "next(net.parameters()).register_hook(lambda _: [][0])",
+            r"Leaking in a training step: wine.py:\d+: IndexError: list index out of range",
+        ),
+        (
+            "net[-1].register_forward_hook(lambda *_: _[2].detach())",
+            "the loss depends on no trainable parameter: .*",
+        ),
+        (
+            "net._register_state_dict_hook(lambda *_: 5)",
+            r"Leaking.model: state_dict\(\) must return a dictionary, not int",
+        ),
+        (
+            "net.register_buffer('cache', None); net.register_forward_hook(lambda m, _, y: setattr(m, 'cache', y))",
+            r"the model cannot load its state_dict\(\) after a training step: .*mismatch for cache.*",
+        ),
+        (
+            "type(self).sampler = lambda *_: [0, 10**9]",
+            r"sampler\(\) returned sample 1000000000, but the training split has 106 samples",
+        ),
+    ],
+    ids=["hook", "detached", "state", "buffer", "sampler"],
+)
+def test_a_model_that_cannot_be_trained_is_rejected_before_the_study_exists(
+    leaking: Path, capsys: pytest.CaptureFixture[str], fault: str, message: str
+) -> None:
+    leaking.write_text(f"{leaking.read_text()}\n{FAULTY.format(fault=fault)}")
+    assert run(leaking, "val", "splits.test") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"hpsearch: {message}", line), line
+    run_command(["show", "s"])
+    assert "no study 's'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "smoke", "lr-range"])
+def test_an_error_of_the_objective_in_training_is_one_line(
+    leaking: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    fault = "next(net.parameters()).register_hook(lambda _: [][0])"
+    leaking.write_text(leaking.read_text() + FAULTY.format(fault=fault))
+    assert run_command([command, f"{leaking}:Wine"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"hpsearch: Faulty in .*: wine.py:\d+: IndexError: list index out of range", line), line
 
 
 @pytest.mark.parametrize(
