@@ -304,9 +304,9 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
     }
     for each in deleted:
         checkpoints, folders = removable[each.study_id]
-        each.storage.delete_study(each.study_id)
         checkpoints.delete()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         get_report_path(services, each).unlink(missing_ok=True)
+        each.storage.delete_study(each.study_id)  # last, so that the command can be repeated after an interruption
     return [each.spec.name for each in deleted]

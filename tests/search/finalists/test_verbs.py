@@ -9,8 +9,10 @@ import pytest
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.choose import create_or_join
+from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.study import StoredStudy, load_parent_study
 from hpsearch.storage.attributes import RESTORED, SPEC
+from hpsearch.storage.errors import CheckpointStoreError
 from hpsearch.storage.records.test_evaluations import record_test_evaluation, write_scores
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claim_results import Claim
@@ -74,6 +76,17 @@ def test_deleting_a_search_deletes_its_finalists(study: StoredStudy, say: Say) -
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted study {name}; its MLflow runs are kept" for name in ("s.finalists", "s")]
     assert chosen.storage.get_all_studies() == []
+
+
+def test_an_interrupted_deletion_can_be_repeated(study: StoredStudy, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: StudyCheckpoints) -> None:
+        raise CheckpointStoreError("the store does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StudyCheckpoints, "delete", fail)
+        say("delete", "s", "--yes", code=2)
+    assert say("delete", "s", "--yes") == "deleted study s; its MLflow runs are kept\n"
+    assert study.storage.get_all_studies() == []
 
 
 def test_finalists_remain_if_another_program_deletes_the_search(study: StoredStudy) -> None:
