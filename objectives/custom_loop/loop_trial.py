@@ -259,6 +259,8 @@ class LoopTrial:
     def log_artifact(self, path: Path | str) -> None:
         """Log a file to the trial's MLflow run. hpsearch sends the file when the trial ends.
 
+        In its name, `_` replaces characters that MLflow does not support, such as `#`, `?` and `%`.
+
         Raises:
             ObjectiveError: the path is that of a folder, a pipe or a device.
         """

@@ -12,6 +12,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections import deque
@@ -26,6 +27,8 @@ from hpsearch.storage.journals.journal_records import Header, Record, decode, en
 log = logging.getLogger(__name__)
 
 _MAX_JOURNAL_BYTES = 256 * 2**20
+# MLflow's client puts names of files into URLs as they are: `a#1` would overwrite `a`.
+_UNSUPPORTED_IN_NAMES = re.compile(r"^ |[%#?\x00-\x1f\x7f\ud800-\udfff]")
 _MAX_BUFFER_BYTES = 16 * 2**20  # maximum size of the records that wait in memory while the disk is full
 
 JOURNAL_FILE = "journal.jsonl"
@@ -184,11 +187,13 @@ class Journal:
     def store_artifact(self, path: Path, folder: str | None = None) -> bool:
         """Link or copy a file into the journal's artifact folder; return whether this succeeded.
 
+        In its name, `_` replaces characters that MLflow does not support.
+
         Args:
             path: the file, which the caller may replace or delete afterwards.
             folder: the subfolder of the artifact folder; None for the artifact folder itself.
         """
-        target = self.artifact_folder / (folder or "") / path.name
+        target = self.artifact_folder / (folder or "") / _UNSUPPORTED_IN_NAMES.sub("_", path.name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)

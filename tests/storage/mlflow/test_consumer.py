@@ -217,6 +217,18 @@ def test_concurrent_logging_of_equal_data_loses_no_files(
     assert journal.cursors["mlflow"].position.problem is None
 
 
+def test_files_are_logged_whatever_their_names_are(post: Post, tmp_path: Path) -> None:
+    journal = post.open()
+    for name in ("a#1", "a#2", "b?c", "50%2Fd", "e\nf", " g", "h ü.txt", "i\udcff"):
+        (tmp_path / name).write_text(name, errors="surrogateescape")
+        assert journal.store_artifact(tmp_path / name)
+    journal.append(Artifacts())
+    post.consume(journal)
+    logged = {file.path for file in post.tracking.client.list_artifacts(post.run_id)}
+    assert logged == {"a_1", "a_2", "b_c", "50_2Fd", "e_f", "_g", "h ü.txt", "i_"}
+    assert journal.cursors["mlflow"].position.problem is None
+
+
 def test_rejected_data_do_not_affect_files(post: Post, tmp_path: Path) -> None:
     journal = post.open()
     (tmp_path / "config.yaml").write_text("lr: 1")
