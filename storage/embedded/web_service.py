@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -55,6 +55,7 @@ class WebService:
     save_state: Callable[[], None]
     home: Path
     log: Path
+    _has_started: bool = field(default=False, init=False)  # whether this object has started a process
 
     @property
     def url(self) -> str:
@@ -125,8 +126,9 @@ class WebService:
         """
         if self._wait(_ATTACH_TIMEOUT if self._is_attached() else START_TIMEOUT):
             return
-        for _ in range(2):  # an attached service is stuck, or another process took the port
-            if self.find() is None and (self.record.port is None or ports.is_port_free(self.record.port)):
+        for _ in range(2):  # an attached service is stuck or was just stopped, or another process took the port
+            is_gone = self.find() is None
+            if self._has_started and is_gone and (self.record.port is None or ports.is_port_free(self.record.port)):
                 break
             self._restart()
             if self._wait(START_TIMEOUT):
@@ -166,6 +168,7 @@ class WebService:
         return last is not None and last.started > psutil.boot_time()
 
     def _restart(self) -> None:
+        self._has_started = True
         used = {self.record.port or 0, *self.record.former_ports}
         preferred = self.record.port if self._should_keep_port() else None
         # The port of a killed process may stay bound for a moment.

@@ -154,6 +154,16 @@ def test_a_failed_start_has_a_reason_and_is_retried(small: Small) -> None:
     assert small.up().is_healthy()
 
 
+def test_a_service_that_ends_after_it_was_found_is_restarted(small: Small) -> None:
+    """A killed `restore` or `down` may have sent the signal."""
+    first = small.up()
+    service = small.found()
+    service.ensure_started(1)
+    kill(first)
+    service.wait_until_healthy()
+    assert service.is_healthy()
+
+
 def test_a_service_without_a_record_is_stopped(small: Small) -> None:
     """After a killed starter or a lost state file, the service is found by its marker."""
     lost = pid_of(small.up())
