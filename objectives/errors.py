@@ -62,7 +62,10 @@ def format_install_command(package: str) -> str:
     return f"{wrapper} add {package}" if wrapper else f"pip install {package}"
 
 
-_PACKAGE_FOLDERS = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER_PACKAGES)
+_PACKAGE_FOLDERS = (
+    Path(__file__).parents[1].resolve(),
+    *(Path(__file__).resolve().parents[1] / name for name in _FORMER_PACKAGES),  # in a clone, targets of links
+)
 _LIBRARY_FOLDERS = tuple(
     Path(folder).resolve()
     for key, folder in sysconfig.get_paths().items()
