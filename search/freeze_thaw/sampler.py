@@ -62,6 +62,7 @@ class FreezeThawSampler(BaseSampler):
         self._is_random = self._random.random() < random_fraction
         self._near_random = np.random.default_rng([seed, 1])
         self._is_near_default = self._near_random.random() < near_default_fraction
+        self._default: dict[str, Any] = {}
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> SearchSpace:
         """Return the distributions of all observed parameters; an empty dict if this trial is random."""

@@ -109,20 +109,21 @@ def choose_bracket(study_name: str, number: int, shares: tuple[int, ...]) -> int
     raise AssertionError("the ticket is less than the sum of the shares")
 
 
-# The default first rung is after this fraction of the epochs: earlier values predict little of the final ranking
-# (benchmarks/search_quality).
+# The default first rung is after this fraction of the epochs, but not after more than their cube root. Earlier values
+# predict little of the final ranking, and later rungs leave less of the budget (benchmarks/search_quality).
 _FIRST_RUNG_DIVISOR = 9
 
 
 class ASHA(PrunerSpec):
-    """Pause trials at rungs, promote the best (Li et al. 2020); `min_resource` is by default a ninth of the epochs.
+    """Pause trials at rungs, promote the best (Li et al. 2020); the default `min_resource` depends on the epochs.
 
-    The rungs are after `min_resource * reduction_factor ** k` epochs. A trial that waits at a rung is promoted when its
-    best value is among the best 1 / `reduction_factor` of the trials that have reached the rung. Any worker can resume
-    the trial from its checkpoint. Trials that are never promoted are pruned at the end of the search. Unlike with
-    `successive_halving`, a trial that is poor at a rung can be promoted later. At least `min_complete` trials train to
-    completion, even if the search starts too few trials for as many promotions at each rung. A budget in seconds or a
-    timeout may end the search before.
+    The rungs are after `min_resource * reduction_factor ** k` epochs. By default, `min_resource` is a ninth of the
+    epochs, but not more than their cube root. A trial that waits at a rung is promoted when its best value is among the
+    best 1 / `reduction_factor` of the trials that have reached the rung. Any worker can resume the trial from its
+    checkpoint. Trials that are never promoted are pruned at the end of the search. Unlike with `successive_halving`, a
+    trial that is poor at a rung can be promoted later. At least `min_complete` trials train to completion, even if the
+    search starts too few trials for as many promotions at each rung. A budget in seconds or a timeout may end the
+    search before.
     """
 
     name: Literal["asha"] = "asha"
@@ -153,4 +154,4 @@ class ASHA(PrunerSpec):
 
 def _get_default_first_rung(epochs: int) -> int:
     """Return the number of epochs before the first rung, for trials of `epochs` epochs."""
-    return max(1, round(epochs / _FIRST_RUNG_DIVISOR))
+    return max(1, min(round(epochs / _FIRST_RUNG_DIVISOR), math.floor(math.cbrt(epochs))))
