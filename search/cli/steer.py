@@ -151,7 +151,8 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
 
     This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
     changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
-    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url.
+    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url, and the files in the
+    checkpoints of a custom training loop.
     """
     from hpsearch.objectives.references import BUILTIN
     from hpsearch.search.api.opening import open_study
@@ -166,7 +167,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
         return
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
-    named = " and ".join([str(code.file), *study.external_settings])
+    named = " and ".join([str(code.file), *study.external_settings, *study.restored_checkpoints])
     if not yes and not confirm(f"may hpsearch use {escape_line(named)} with your rights?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)

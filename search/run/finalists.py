@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from rich.console import Console
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.search.console import PlainConsole, format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
@@ -33,7 +34,7 @@ from hpsearch.search.run.fleet import (
     warn_on_mlflow_error,
 )
 from hpsearch.search.services import Services
-from hpsearch.search.study.checkpoints import store_checkpoint_url
+from hpsearch.search.study.checkpoints import choose_checkpoint_url, store_checkpoint_url
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.study.summary import summarise
@@ -119,11 +120,24 @@ def train_companion_study(
     if workers:
         check_trackers(study.spec)
         check_not_stopped(study)
-        if warning := study.source_warning(study.objective()):
+        if warning := study.source_warning(_load_objective(services, study, options)):
             console.print(f"warning: {warning}", style="yellow")
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     flush_outbox(console, services, study, interrupted=interrupted)
     return interrupted, gave_up
+
+
+def _load_objective(services: Services, study: StoredStudy, options: WorkerOptions) -> BaseObjective:
+    """Load the objective of a study, and check that workers may load its checkpoints; the workers check it too.
+
+    Raises:
+        SearchError: the user has to confirm the objective or its checkpoints.
+        ObjectiveError: the objective cannot be loaded.
+    """
+    objective = study.objective()
+    study.check_restored(objective)
+    choose_checkpoint_url(study, objective, services.home, options.checkpoint_url)
+    return objective
 
 
 T = TypeVar("T")
@@ -175,7 +189,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
 
     def make_finalists() -> tuple[StoredStudy, bool]:
         if workers:  # else a rejected objective would leave a set without results
-            study.objective()
+            _load_objective(services, study, options)
         return create_or_join(study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
 
     console = PlainConsole(outlives_pipe=True)

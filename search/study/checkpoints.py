@@ -11,6 +11,9 @@ from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
 
+from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
@@ -44,6 +47,33 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
     given = url or read_checkpoint_url(study) or str(home / "checkpoints")
     store, shared = CheckpointStore(given), study.spec.pruner.shares_checkpoints
     return StudyCheckpoints(store, study.engine, study.study_id, folder=study.folder, are_shared=shared)
+
+
+def choose_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Path, url: str | None) -> str:
+    """Return the checkpoint URL with which a command trains a study, and check that a custom loop may read from it.
+
+    A custom training loop may load its checkpoints with a library that unpickles them, such as DeepSpeed. Every
+    worker's database role can write the stored URL, also by deleting the study and creating it again. So for a custom
+    loop of the user, the stored URL must be that of the command, or below the home folder's checkpoints.
+
+    Args:
+        study: the study.
+        objective: objective of the study.
+        home: home folder.
+        url: checkpoint URL of the command; None if the command was not given one.
+
+    Raises:
+        SearchError: the stored URL is elsewhere, or invalid.
+    """
+    default, stored = str(home / "checkpoints"), read_checkpoint_url(study)
+    may_unpickle = isinstance(objective, LoopObjective) and study.spec.objective not in BUILTIN
+    if may_unpickle and url is None and stored is not None and not is_below(stored, default):
+        raise SearchError(
+            f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database names, "
+            "and the training loop of its objective may run code in them; if you trust this address, add "
+            f"--checkpoint-url {shlex.quote(stored)}"
+        )
+    return url or stored or default
 
 
 def read_checkpoint_url(study: StoredStudy) -> str | None:

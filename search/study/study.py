@@ -14,7 +14,9 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.loading import load_checked_objective, load_objective, source_hash
+from hpsearch.objectives.references import BUILTIN
 from hpsearch.redaction import redact
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, suggest_names
@@ -34,6 +36,7 @@ from hpsearch.storage.attributes import (
     VAL_SAMPLES,
     VERSION,
 )
+from hpsearch.storage.checkpoints.pointers import has_pointers
 from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
@@ -200,13 +203,27 @@ class StoredStudy:
             *(f"--{name} {value}" for name, value in named.items() if value),
         ]
 
-    def check_restored(self) -> None:
-        """Check that the author of a backup has not chosen code or folders that the user has not confirmed.
+    @property
+    def restored_checkpoints(self) -> list[str]:
+        """The checkpoints of a restored study as text, unless its objective is built in; empty if there are none.
+
+        Libraries such as DeepSpeed unpickle the files that a custom training loop has stored in its checkpoints.
+        """
+        is_relevant = self.attrs.get(RESTORED) and self.spec.objective not in BUILTIN
+        return ["the files in its checkpoints"] if is_relevant and has_pointers(self.engine, self.study_id) else []
+
+    def check_restored(self, objective: BaseObjective | None = None) -> None:
+        """Check that the author of a backup has not chosen code, folders or files that the user has not confirmed.
+
+        Args:
+            objective: objective of the study; if it has a custom training loop, its checkpoints need a confirmation
+                too. None if no training follows.
 
         Raises:
             SearchError: the user has to confirm them.
         """
-        if (named := self.external_settings) and self.attrs.get(RESTORED):
+        loaded = self.restored_checkpoints if isinstance(objective, LoopObjective) else []
+        if (named := [*self.external_settings, *loaded]) and self.attrs.get(RESTORED):
             name = self.spec.name
             raise SearchError(
                 f"study {name!r} was restored from a backup and uses {' and '.join(named)}; "

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
@@ -16,7 +17,12 @@ from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.checkpoints import find_checkpoint_warning, open_checkpoints
+from hpsearch.search.study.checkpoints import (
+    StudyCheckpoints,
+    choose_checkpoint_url,
+    find_checkpoint_warning,
+    open_checkpoints,
+)
 from hpsearch.search.study.folders import get_runs_folder
 from hpsearch.search.study.study import (
     StoredStudy,
@@ -91,6 +97,7 @@ class WorkerContext:
         require_measurable(spec, options.device)
         require_one_device(spec.folds, options.world_size)
         self.objective = study.objective(allow_changed=True)
+        study.check_restored(self.objective)
         with as_search_error(f"study {name!r} cannot run on this machine: "):
             spec.sampler.prepare()
         if warning := study.source_warning(self.objective):
@@ -98,9 +105,7 @@ class WorkerContext:
         if warning := study.find_devices_warning(options.world_size):
             log.warning(warning)
         self.services, self.tracking = services, services.open_tracking()
-        if warning := find_checkpoint_warning(study, options.checkpoint_url):
-            log.warning(warning)
-        self.checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
+        self.checkpoints = _open_checkpoints(study, self.objective, services.home, options.checkpoint_url)
         self.tracker = Tracker(
             study,
             self.tracking,
@@ -164,12 +169,33 @@ class WorkerContext:
         return self.shutdown.is_shutting_down
 
 
+def _read_study_of_command() -> tuple[str, str]:
+    """Return name and id of the study that the command which started this worker has opened; empty without command."""
+    name, _, study_id = os.environ.get("HPSEARCH_FLEET_STUDY", "").rpartition("/")
+    return name, study_id
+
+
 def _check_not_replaced(study: StoredStudy) -> None:
     """Check that the study is the one that the command which started this worker has opened, if there is one.
 
     Raises:
         SearchError: the study was replaced by another study of the same name.
     """
-    name, _, study_id = os.environ.get("HPSEARCH_FLEET_STUDY", "").rpartition("/")
+    name, study_id = _read_study_of_command()
     if name == study.spec.name and study_id != str(study.study_id):
         raise SearchError(f"study {name!r} was replaced by another study of the same name; repeat the command")
+
+
+def _open_checkpoints(study: StoredStudy, objective: BaseObjective, home: Path, url: str | None) -> StudyCheckpoints:
+    """Return the checkpoints of the study at `url`, or else at the stored URL, or else in the home folder.
+
+    Raises:
+        SearchError: a command such as `run` started this worker, and the objective must not load checkpoints from the
+            stored URL. The command `worker` itself is a request to run the code of the study.
+        StorageError: the URL cannot be used.
+    """
+    if warning := find_checkpoint_warning(study, url):
+        log.warning(warning)
+    if _read_study_of_command()[0] == study.spec.name:
+        url = choose_checkpoint_url(study, objective, home, url)
+    return open_checkpoints(study, home, url)

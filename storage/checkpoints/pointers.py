@@ -30,6 +30,17 @@ def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, StoredFile]:
     return {row.epoch: StoredFile(row.path, row.sha256, row.size) for row in rows}
 
 
+def has_pointers(engine: sa.Engine, study_id: int) -> bool:
+    """Return whether any trial of a study has a valid checkpoint."""
+    import sqlalchemy as sa
+
+    statement = sa.text("""
+        SELECT EXISTS (SELECT FROM hpsearch_checkpoints JOIN trials USING (trial_id) WHERE study_id = :study)
+    """)
+    with engine.connect() as connection:
+        return bool(connection.execute(statement, {"study": study_id}).scalar_one())
+
+
 def copy_pointers(connection: sa.Connection, *, child: int, parent: int) -> None:
     """Replace the checkpoints of a waiting trial by those of another waiting trial; both then refer to the same files.
 
