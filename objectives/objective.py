@@ -212,7 +212,7 @@ class Objective(BaseObjective):
         """Return custom metrics of the model by name, after each epoch, for example its sparsity or robustness.
 
         The metrics are reported under these names, and a study can optimize or bound them. If a value is NaN or
-        infinite, the trial ends as diverged.
+        infinite, the trial ends as diverged. A call that changes the model is an error.
 
         Args:
             model: the model that is validated, on its device, in evaluation mode, without gradients.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from hpsearch.objectives.errors import ObjectiveError
 
 
 class ModelState(NamedTuple):
@@ -21,6 +25,20 @@ class ModelState(NamedTuple):
     kinds: dict[str, tuple[torch.dtype, torch.Size, bool]]
     training: frozenset[str]
     sums: Tensor
+
+
+@contextmanager
+def reject_changes(model: nn.Module, owner: str) -> Iterator[None]:
+    """Check that the block, which calls the objective's method `owner`, does not change the model.
+
+    Raises:
+        ObjectiveError: the model is changed.
+    """
+    before = read_model_state(model)
+    yield
+    after = read_model_state(model)
+    if before is not None and after is not None and (change := describe_change(before, after)):
+        raise ObjectiveError(f"{owner} changes the model: {change}; use a copy.deepcopy(model)")
 
 
 def read_model_state(model: nn.Module) -> ModelState | None:

@@ -25,6 +25,7 @@ from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, to_device
 from hpsearch.objectives.training.evaluation.evaluate import evaluation_mode, is_metric_name
+from hpsearch.objectives.training.evaluation.model_state import reject_changes
 from hpsearch.objectives.training.evaluation.step import ForwardCall, bind_forward
 from hpsearch.objectives.training.optimizers.optimizer import list_layers
 from hpsearch.objectives.training.ranks import Ranks
@@ -296,7 +297,8 @@ class ModelMeasurer:
         owner = f"{type(self.objective).__name__}.model_metrics"
         explained = self.strategy.explain_sharding_errors()
         with evaluation_mode(model, self.device, "measures"), explained, wrap_user_errors(owner):
-            found = self.objective.model_metrics(model, self.config)
+            with reject_changes(model, owner):
+                found = self.objective.model_metrics(model, self.config)
             return self.ranks.broadcast_object(_to_floats(found, owner, {*scores, *MODEL_METRICS, *_RESERVED_NAMES}))
 
 

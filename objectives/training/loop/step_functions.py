@@ -16,7 +16,7 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.ensemble import Ensemble
 from hpsearch.objectives.training.evaluation.evaluate import PartEvaluator, as_floats
 from hpsearch.objectives.training.evaluation.losses import as_additive_loss
-from hpsearch.objectives.training.evaluation.model_state import describe_change, read_model_state
+from hpsearch.objectives.training.evaluation.model_state import reject_changes
 from hpsearch.objectives.training.evaluation.step import (
     ForwardCall,
     LossStep,
@@ -82,12 +82,9 @@ def bind_part_evaluator(objective: Objective, config: TrainConfig) -> PartEvalua
     owner = f"{type(objective).__name__}.evaluate"
 
     def evaluate_part(model: nn.Module, part: Dataset) -> Mapping[str, float]:
-        before = read_model_state(model)
         with wrap_user_errors(owner):
-            found = objective.evaluate(model, part, config)
-            after = read_model_state(model)
-            if before is not None and after is not None and (change := describe_change(before, after)):
-                raise ObjectiveError(f"{owner} changes the model: {change}; use a copy.deepcopy(model)")
+            with reject_changes(model, owner):
+                found = objective.evaluate(model, part, config)
             if not isinstance(found, Mapping):
                 raise ObjectiveError(
                     f"{owner} must return a dict such as {{'distance': 1.5}}, not {type(found).__name__}"

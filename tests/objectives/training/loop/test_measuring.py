@@ -176,6 +176,14 @@ def test_custom_model_metrics_are_reported_as_floats():
     assert (metrics["of_lr"], metrics["count"]) == (0.02, 3.0)
 
 
+def test_model_metrics_that_change_the_model_are_an_error():
+    def model_metrics(self, model, config):
+        return {"norm": float(sum(p.detach().zero_().sum() for p in model.parameters()))}
+
+    with pytest.raises(ObjectiveError, match=r"Changed.model_metrics changes the model: .*; use a copy.deepcopy"):
+        fit(asking("norm", model_metrics=model_metrics), epochs=1)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
