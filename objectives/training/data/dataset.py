@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -95,7 +96,7 @@ def as_tree(values: Any, name: str) -> Tree:
     if isinstance(values, Tensor):
         return values
     try:
-        return torch.as_tensor(np.asarray(values))
+        return _to_tensor(values)
     except (ValueError, TypeError) as error:
         shapes = [np.shape(value) for value in values]
         odd = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
@@ -107,9 +108,19 @@ def as_tree(values: Any, name: str) -> Tree:
         ) from error
 
 
+def _to_tensor(values: Any) -> Tensor:
+    array = np.asarray(values)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if any(stride < 0 for stride in array.strides):  # of a flipped array
+        array = array.copy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to the data
+        return torch.as_tensor(array)
+
+
 def to_target_tensor(values: Any) -> Tensor:
     """Convert targets to an int64 or float32 tensor."""
-    return as_target(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
+    return as_target(values if isinstance(values, Tensor) else _to_tensor(values))
 
 
 class Batch(NamedTuple):

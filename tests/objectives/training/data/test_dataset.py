@@ -262,3 +262,12 @@ def test_unusable_times_are_rejected(times, message):
 def test_groups_and_times_are_mutually_exclusive():
     with pytest.raises(ObjectiveError, match="groups and times"):
         _timed(np.arange(20), groups=np.arange(20))
+
+
+@pytest.mark.filterwarnings("error")
+def test_flipped_big_endian_and_read_only_arrays_are_data():
+    plain = Splits.make(np.arange(200, dtype="f4").reshape(100, 2), np.arange(100) % 4, seed=0)
+    x = np.arange(200, dtype=">f4").reshape(100, 2)[::-1].copy()[::-1]
+    y = (np.arange(100, dtype=">i4") % 4)[::-1].copy()[::-1]
+    x.flags.writeable = y.flags.writeable = False
+    assert Splits.make(x, y, seed=0).hash() == plain.hash()
