@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,9 @@ class EpochOrder:
             rows = torch.randperm(self._length, generator=generator)
         else:
             with wrap_user_errors("sampler"), seed_temporarily(self._seed, "order", epoch):
-                found: list[Any] = list(self._sampler)
+                found: list[Any] = list(islice(self._sampler, self._length + 1))  # it may be endless
+                if len(found) > self._length:
+                    raise ObjectiveError(f"sampler() yields more samples or batches than its length, {self._length}")
                 rows = torch.as_tensor([row for batch in found for row in batch] if self._in_batches else found)
             if bool((rows >= self._samples).any()):
                 raise ObjectiveError(

@@ -1,5 +1,6 @@
 """Optional hooks of an objective: parameter groups, samplers, `on_epoch` and `prepare`."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -7,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Sampler, WeightedRandomSampler
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.training.data.samplers import EpochOrder, LengthGroupedSampler
@@ -51,6 +52,18 @@ def test_a_run_is_trained_in_the_order_of_its_sampler(objective_with):
     result = fit(objective_with(sampler=sampler), epochs=3)
     assert result.history[-1].metrics["train_accuracy"] == 1.0, "only one class was seen"
     assert result.best_metrics["val_accuracy"] < 0.6
+
+
+def test_an_endless_sampler_is_an_error():
+    class Endless(Sampler):
+        def __iter__(self):
+            return itertools.count()
+
+        def __len__(self):
+            return 100
+
+    with pytest.raises(ObjectiveError, match="yields more samples or batches than its length, 100"):
+        _order(Endless())
 
 
 def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
