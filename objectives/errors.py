@@ -237,6 +237,18 @@ def wrap_training_errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def explain_copy_errors(setting: str) -> Iterator[None]:
+    """Convert an error in a copy of the objective's model, which `setting` needs, to an ObjectiveError."""
+    try:
+        yield
+    except Exception as error:  # user-defined modules may raise any error
+        if is_out_of_memory(error):
+            raise
+        detail = f"{type(error).__name__}: {get_first_line(error)}"
+        raise ObjectiveError(f"{setting} needs a model that copy.deepcopy can copy: {detail}") from error
+
+
+@contextmanager
 def require_package(package: str, objective: str) -> Iterator[None]:
     """Convert a failed import of an optional package to an ObjectiveError with the install command."""
     try:

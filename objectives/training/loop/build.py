@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
@@ -14,6 +16,7 @@ from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import build_batch_source
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.folds import Fold
+from hpsearch.objectives.training.data.loader import Augment
 from hpsearch.objectives.training.data.resplit import ResplitSeed
 from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
@@ -57,6 +60,8 @@ from hpsearch.objectives.training.strategies.fsdp import FSDPStrategy
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (DDPStrategy, FSDPStrategy)}
 
+_trained: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by id: parameters of this process's models
+
 
 def build_run(
     objective: Objective,
@@ -90,9 +95,7 @@ def build_run(
     check_classes(objective, splits, step_function)
     metrics, resplit = _make_metrics(objective, splits, plan, device, ranks)
     _check_model(owner, model)
-    with wrap_user_errors(f"{owner}.augment"):
-        if (augment := objective.augment(config)) is not None:
-            augment(splits.train.inputs(slice(0, 2)))
+    augment = _make_augment(objective, config, splits.train)
     val = splits.val if resplit is None or resplit.rows is None else splits.val.take(resplit.rows)
     val = val.to(device) if config.num_workers is None else val
     with wrap_user_errors(f"{owner}.sampler"):
@@ -187,13 +190,20 @@ def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device
 
 
 def _check_model(owner: str, model: nn.Module) -> None:
-    """Reject a model without trainable parameters, or with a state that is not only tensors.
+    """Reject a model without trainable parameters, with those of an earlier model, or with a state of non-tensors.
 
     Raises:
         ObjectiveError: the model is rejected, or its `state_dict` raised an error.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
         raise ObjectiveError(f"{owner}.model has no parameters to train")
+    if any(_trained.get(key) is parameter for key, parameter in trained.items()):
+        raise ObjectiveError(
+            f"{owner}.model returned parameters of an earlier model, which are already trained; "
+            "create new ones in each call"
+        )
+    _trained.update(trained)
     with wrap_user_errors(f"{owner}.model"):
         state = model.state_dict()
     if not isinstance(state, Mapping):
@@ -204,6 +214,18 @@ def _check_model(owner: str, model: nn.Module) -> None:
                 f"{owner}.model has a {type(value).__name__} in its state_dict() at {name!r}; "
                 "return a tensor from get_extra_state()"
             )
+
+
+def _make_augment(objective: Objective, config: TrainConfig, train: Dataset) -> Augment | None:
+    """Return the result of the objective's `augment`, after a call with two samples."""
+    owner = f"{type(objective).__name__}.augment"
+    with wrap_user_errors(owner):
+        if (augment := objective.augment(config)) is not None:
+            inputs = train.inputs(slice(0, 2))
+            augmented = augment(inputs)
+            if isinstance(inputs, torch.Tensor) and np.shape(augmented)[:1] != inputs.shape[:1]:
+                raise ObjectiveError(f"{owner} must return one input per sample, not {list(np.shape(augmented))}")
+    return augment
 
 
 def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+from hpsearch.objectives.errors import explain_copy_errors
 from hpsearch.objectives.training.config import TrainConfig
 
 
@@ -104,9 +105,14 @@ class _CallAdapter(nn.Module):
 
 
 def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> WeightAveraging:
-    """Return the configured weight average for a run of `epochs` epochs."""
-    if config.ema_decay is not None:
-        return _EMA(model, config.ema_decay)
-    if config.swa_fraction is not None:
-        return _SWA(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
-    return WeightAveraging(model)
+    """Return the configured weight average for a run of `epochs` epochs.
+
+    Raises:
+        ObjectiveError: the model cannot be copied.
+    """
+    with explain_copy_errors("ema_decay" if config.ema_decay is not None else "swa_fraction"):
+        if config.ema_decay is not None:
+            return _EMA(model, config.ema_decay)
+        if config.swa_fraction is not None:
+            return _SWA(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
+        return WeightAveraging(model)

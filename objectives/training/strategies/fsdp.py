@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpsearch.objectives.errors import ObjectiveError, get_first_line
+from hpsearch.objectives.errors import ObjectiveError, explain_copy_errors, get_first_line
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.evaluation.step import Step
@@ -205,10 +205,5 @@ def _without_weights(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
     }
-    try:
+    with explain_copy_errors("strategy 'fsdp'"):
         return copy.deepcopy(model, memo)
-    except Exception as error:  # user-defined modules may raise any error
-        detail = (str(error).strip().splitlines() or ["no detail"])[0]
-        raise ObjectiveError(
-            f"strategy 'fsdp' needs a model that copy.deepcopy can copy: {type(error).__name__}: {detail}"
-        ) from error

@@ -1,10 +1,12 @@
 """Mistakes in an objective or in the settings of a run raise an error before training."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from hpsearch import Dataset, ObjectiveError, Splits, Trainer, load_objective
+from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, Trainer, load_objective
 from tests.objectives.training.support import Memory, fit
 
 
@@ -63,6 +65,7 @@ class EmbedsBins(nn.Module):
             r"Changed.model has a dict in its state_dict\(\) at '0._extra_state'; return a tensor from get_extra_state",
         ),
         ({"model": lambda *_: EmbedsBins()}, "sparse gradients, which are not supported; set sparse=False in its emb"),
+        ({"augment": lambda *_: lambda x: x[:1]}, r"Changed.augment must return one input per sample, not \[1, 13\]"),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in; did you mean 'accuracy'"),
         (
@@ -84,6 +87,32 @@ def test_a_mistake_in_the_objective_is_reported_before_training(objective_with, 
     assert "\n" not in str(caught.value)
     assert not session.saved
     assert not session.reported
+
+
+def test_parameters_of_an_earlier_model_are_rejected(objective_with):
+    backbone = nn.Linear(13, 8)
+
+    def model(_self, config, train):
+        return nn.Sequential(backbone, nn.Linear(8, 3))
+
+    fit(objective_with(model=model))
+    with pytest.raises(
+        ObjectiveError, match=r"Changed.model returned parameters of an earlier model, which are already"
+    ):
+        fit(objective_with(model=model))
+    backbone.requires_grad_(False)
+    fit(objective_with(model=model))
+
+
+@pytest.mark.parametrize("setting", ["ema_decay", "swa_fraction"])
+def test_a_model_that_cannot_be_copied_has_no_average(objective_with, setting):
+    def model(_self, config, train):
+        layer = nn.Linear(13, 3)
+        layer.lock = threading.Lock()
+        return layer
+
+    with pytest.raises(ObjectiveError, match=rf"{setting} needs a model that copy.deepcopy can copy: TypeError"):
+        fit(objective_with(model=model), TrainConfig(**{setting: 0.5}))
 
 
 def test_auroc_on_a_split_of_one_class_is_rejected_before_training():
