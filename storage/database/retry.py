@@ -23,8 +23,8 @@ RETRY_SECONDS = 300.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds between two attempts
 
 # SQLSTATE: connection exceptions, serialization failure, deadlock, shutdown, crash and start of the server,
-# too many connections, idle transaction timeout, a server that became read-only (a failover, or a full disk).
-_TRANSIENT = re.compile(r"08...|40001|40P01|57P0[123]|53300|25P03|25006")
+# too many connections, idle transaction timeout.
+_TRANSIENT = re.compile(r"08...|40001|40P01|57P0[123]|53300|25P03")
 
 # Errors of new connections have no code. A retry does not help after errors with these texts.
 _PERMANENT = re.compile(

@@ -269,7 +269,6 @@ def fails(engine: sa.Engine, statement: str) -> sa.exc.DBAPIError:
         ("57P03", True),  # starting up
         ("53300", True),  # too many connections
         ("08006", True),  # connection failure
-        ("25006", True),  # read-only server, in a failover
         ("23505", False),  # unique violation
         ("42P01", False),  # undefined table
         ("22001", False),  # too long
