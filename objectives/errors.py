@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -220,18 +221,22 @@ def wrap_user_errors(what: str) -> Iterator[None]:
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
 
 
+_OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO})
+
+
 @contextmanager
 def wrap_training_errors(what: str) -> Iterator[None]:
     """Convert errors of the objective's code in training, such as of a hook, to an ObjectiveError.
 
-    Errors of hpsearch and the libraries, and out-of-memory errors, are not converted.
+    Errors of hpsearch and the libraries, of a full disk or a closed output, and out-of-memory errors are not converted.
     """
     try:
         yield
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        if is_out_of_memory(error) or _find_user_frame(error) is None:
+        is_output_error = isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS
+        if is_output_error or is_out_of_memory(error) or _find_user_frame(error) is None:
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
 
