@@ -226,7 +226,7 @@ _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE
 
 @contextmanager
 def wrap_training_errors(what: str) -> Iterator[None]:
-    """Convert errors of the objective's code in training, such as of a hook, to an ObjectiveError.
+    """Convert errors that the objective's code raises in training, for example in a hook, to an ObjectiveError.
 
     Errors of hpsearch and the libraries, of a full disk or a closed output, and out-of-memory errors are not converted.
     """

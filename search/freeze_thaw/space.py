@@ -211,7 +211,7 @@ def _find_conditions(
 
 
 def contains_value(distribution: BaseDistribution, value: Any) -> bool:
-    """Return whether a value is one of the choices, of the same type, or in the range; steps are ignored."""
+    """Return whether a value is in the range, or equals a choice of the same type; steps are ignored."""
     if isinstance(distribution, CategoricalDistribution):
         return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
     assert isinstance(distribution, Numeric)
@@ -222,8 +222,8 @@ def contains_value(distribution: BaseDistribution, value: Any) -> bool:
 def sample_near(distribution: BaseDistribution, value: Any, random: np.random.Generator) -> Any:
     """Return a random value near a given one, as in PriorBand (Mallik et al. 2023).
 
-    A number has a normal distribution around `value`, truncated to the range. A categorical parameter keeps `value`
-    with a probability of c / (2 c - 1) for c choices; otherwise, each choice has the same probability.
+    A number has a normal distribution around `value`, truncated to the range. A categorical parameter with c choices
+    keeps `value` with probability c / (2 c - 1). Otherwise, one of all choices is drawn uniformly.
 
     Args:
         distribution: distribution of the parameter, which contains `value`.
