@@ -15,6 +15,7 @@ from typing import NoReturn
 
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
+_HANDLING_SECONDS = 3.0  # within which the main thread handles a signal, except while it waits in C code
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
         if is_handled:
             sys.unraisablehook = _repeat_lost_interrupt
             signal.signal(signal.SIGINT, interrupt)
+        _exit_on_signals_in_c_code()
         run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
@@ -64,6 +66,7 @@ def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal until
+        _last_handled[number] = time.monotonic()
         until = until or time.monotonic() + _MAX_IMPORT_SECONDS
         if _is_importing(frame) and time.monotonic() < until:
             _repeat_signal(number)
@@ -72,6 +75,37 @@ def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
         raise KeyboardInterrupt
 
     return interrupt
+
+
+_last_handled: dict[int, float] = {}  # time of the last call of a handler
+
+
+def _exit_on_signals_in_c_code() -> None:
+    """Let a thread end this process if the main thread does not handle SIGINT or SIGTERM, with the current handlers.
+
+    Python calls handlers only between instructions of the main thread. libpq, for example, does not return to Python
+    while a server is frozen or a table is locked.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while received := os.read(read_end, 1):
+            number, since = signal.Signals(received[0]), time.monotonic() - 1.0
+            if number not in handlers or signal.getsignal(number) != handlers[number]:
+                continue
+            time.sleep(_HANDLING_SECONDS)
+            if _last_handled.get(number, 0.0) > since or signal.getsignal(number) != handlers[number]:
+                continue
+            if number == signal.SIGTERM and callable(terminate := handlers[number]):
+                terminate(number, None)
+            _exit_interrupted()
+
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=watch, name="signals in C code", daemon=True).start()
 
 
 def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:

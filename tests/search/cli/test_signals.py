@@ -1,0 +1,33 @@
+"""Signals that arrive while a command waits in C code, where Python calls no handlers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import sqlalchemy as sa
+
+from tests.waiting import wait_for
+
+_IS_WAITING = sa.text(
+    "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"), [(signal.SIGINT, 130, "hpsearch: interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_a_command_that_waits_for_the_database(
+    owner_url: str, number: signal.Signals, code: int, text: str
+) -> None:
+    engine = sa.create_engine(owner_url)
+    with engine.connect() as locking, engine.connect().execution_options(isolation_level="AUTOCOMMIT") as watching:
+        locking.execute(sa.text("LOCK TABLE studies IN ACCESS EXCLUSIVE MODE"))
+        command = [sys.executable, "-m", "hpsearch", "studies", "--storage-url", owner_url]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: watching.execute(_IS_WAITING).scalar_one(), "the command to wait for the table")
+        process.send_signal(number)
+        assert process.communicate(timeout=120) == ("", text)
+        assert process.returncode == code
