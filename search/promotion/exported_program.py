@@ -8,6 +8,7 @@ only if all these parts are plain, without loading the program.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import operator
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.export.pt2_archive import PT2ArchiveReader
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 _TEXT_FILES = {"archive_format", "archive_version", "byteorder", "version", "serialization_id"}
 _UNSAFE_OPERATORS = {"from_file", "save"}  # read or write files
@@ -46,7 +48,13 @@ _SYMBOLIC_FUNCTIONS = {
 }
 _SYMBOL = re.compile(r"[a-z]{1,3}\d+|true|false|oo|int_oo|nan|L")
 _TENSOR_METHODS = {"size", "stride", "storage_offset", "dim", "numel"}
-_NAME = re.compile(r"[\w.:+\-]*")  # names of values, types and devices
+_NAME = re.compile(r"[\w.:+\-]*")  # names of types and devices
+_IDENTIFIER = re.compile(
+    r"([A-Za-z_]\w*)?", re.ASCII
+)  # names of values and keyword arguments, which torch writes into code
+_IDENTIFIER_KEYS = {"name", "as_name", "user_input_name", "forward_arg_names"}
+_ATTRIBUTE_KEYS = {"parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn"}
+_JSON_KEYS = {"in_spec", "out_spec", "context"}  # the structures of inputs and outputs, which are JSON in JSON
 _TEXT = re.compile(r"[\w.:+\-*/,<> ]*")  # texts without quotes and brackets, such as the equation of an einsum
 _IMPORTS = re.compile(r"default_factory_module|__enum__")  # fields of structures that name a module to import
 _NODES = (
@@ -77,7 +85,10 @@ def _list_unsafe_parts(path: Path) -> Iterator[str]:
     for name in names:
         match name.split("/"):
             case ["models", file] if file.endswith(".json"):
-                yield from _list_unsafe_values(json.loads(reader.read_bytes(name)))
+                program = json.loads(reader.read_bytes(name))
+                yield from _list_unsafe_values(program)
+                paths = set(_list_attributes(program))
+                yield from (f"an attribute of the tensor {path!r}" for path in paths if _has_parent(path, paths))
             case ["data", "weights" | "constants", file] if file.endswith("_config.json"):
                 yield from _list_pickled_tensors(json.loads(reader.read_bytes(name)))
             case ["data", "weights" | "constants", file] if _TENSOR_FILE.fullmatch(file):
@@ -99,10 +110,13 @@ def _list_pickled_tensors(config: dict[str, Any]) -> Iterator[str]:
 
 def _is_plain_pickle(content: bytes) -> bool:
     try:
-        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        inputs = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception:  # of many types; without this check, torch falls back to an unrestricted unpickler
         return False
-    return True
+    paths, _ = tree_flatten_with_path(inputs)
+    keys = (part.key for path, _ in paths for part in path if isinstance(part, MappingKey))
+    # torch writes the keys into the messages of guards, which are code.
+    return all(isinstance(key, str) and _TEXT.fullmatch(key) for key in keys)
 
 
 def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
@@ -131,9 +145,43 @@ def _is_safe_text(text: str, key: str) -> bool:
         return _is_safe_operator(text)
     if key in {"expr_str", "guards_code"}:
         return _is_safe_expression(text)
-    if text.startswith(("[", "{", '"')):  # the structures of inputs and outputs are JSON in JSON
+    if key in _IDENTIFIER_KEYS:
+        return _IDENTIFIER.fullmatch(text) is not None
+    if key in _ATTRIBUTE_KEYS:
+        return _is_safe_attribute(text)
+    if key in _JSON_KEYS and text.startswith(("[", "{", '"')):
         return not _IMPORTS.search(text) and next(_list_unsafe_values(json.loads(text), key), None) is None
     return bool(_TEXT.fullmatch(text)) and not _IMPORTS.search(text)
+
+
+def _list_attributes(value: Any) -> Iterator[str]:
+    """Return the paths of tensors in the loaded module that a JSON value of the program names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in _ATTRIBUTE_KEYS - {"fqn"} and isinstance(item, str):
+                yield item
+            else:
+                yield from _list_attributes(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _list_attributes(item)
+
+
+def _has_parent(path: str, paths: set[str]) -> bool:
+    """Return whether one of the paths is a parent of `path`: torch would read an attribute of this tensor."""
+    parts = path.split(".")
+    return any(".".join(parts[:length]) in paths for length in range(1, len(parts)))
+
+
+def _is_safe_attribute(path: str) -> bool:
+    """Return whether no part of the path is an attribute of all modules, such as a method, which torch would read."""
+    parts = path.split(".") if path else []
+    return all(re.fullmatch(r"\w+", part, re.ASCII) and part not in _list_module_attributes() for part in parts)
+
+
+@functools.cache
+def _list_module_attributes() -> frozenset[str]:
+    return frozenset(dir(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())))
 
 
 def _is_safe_operator(target: str) -> bool:

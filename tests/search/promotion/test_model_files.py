@@ -450,6 +450,86 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
     assert find_code(exported) == f"the operator {target!r} in data/model.pt2"
 
 
+def call(name: str, function: Any, *arguments: str, keyword: str = "") -> dict[str, Any]:
+    """Return a node that calls a function with texts, as if it were a subgraph."""
+    texts = [{"name": keyword, "arg": {"as_string": text}, "kind": 2 if keyword else 1} for text in arguments]
+    function = [] if function is None else [{"name": "", "arg": {"as_tensor": {"name": function}}, "kind": 1}]
+    return {
+        "target": "torch.ops.higher_order.wrap_with_set_grad_enabled",
+        "inputs": [{"name": "", "arg": {"as_bool": True}, "kind": 1}, *function, *texts],
+        "outputs": [{"as_tensor": {"name": name}}],
+        "metadata": {},
+        "is_hop_single_tensor_return": True,
+        "name": name,
+    }
+
+
+def add_nodes(program: Any, *nodes: dict[str, Any]) -> None:
+    graph = program["graph_module"]["graph"]
+    for node in nodes:
+        graph["tensor_values"][node["name"]] = next(iter(graph["tensor_values"].values()))
+    graph["nodes"][:0] = nodes
+
+
+def add_parameter(members: Members, program: Any, path: str) -> None:
+    """Add a parameter `p_made` that torch looks up at a path in the loaded module."""
+    module = program["graph_module"]
+    specs, graph = module["signature"]["input_specs"], module["graph"]
+    made = json.loads(json.dumps(next(spec for spec in specs if "parameter" in spec)))
+    former, arg = made["parameter"]["parameter_name"], made["parameter"]["arg"]
+    graph["tensor_values"]["p_made"] = graph["tensor_values"][arg["name"]]
+    made["parameter"]["parameter_name"], arg["name"] = path, "p_made"
+    specs.insert(0, made)
+    graph["inputs"].insert(0, {"as_tensor": {"name": "p_made"}})
+    name = next(name for name in members if name.endswith("weights/model_weights_config.json"))
+    config = json.loads(members[name])
+    config["config"][path] = config["config"][former]
+    members[name] = json.dumps(config).encode()
+
+
+def parameter_as_code(members: Members, path: str) -> None:
+    """Name a parameter so that torch writes `getattr(self, "NAME")` with a closing quotation mark in the name."""
+
+    def change(program: Any) -> None:
+        add_parameter(members, program, '["*0,eval or "]')
+        add_nodes(program, call("first", "p_made", "torch.os.mknod"), call("second", "first", path))
+
+    edit_program(change)(members, path)
+
+
+def parameter_as_globals(members: Members, path: str) -> None:
+    """Name a parameter so that torch reads the global variables of a method of the loaded module."""
+
+    def get(name: str, source: str, key: str) -> dict[str, Any]:
+        values = [{"as_tensor": {"name": source}}, {"as_string": key}]
+        node = call(name, None)
+        return node | {
+            "target": "_operator.getitem",
+            "inputs": [{"name": "", "arg": value, "kind": 1} for value in values],
+            "outputs": [{"as_tensor": {"name": name}}],
+        }
+
+    def change(program: Any) -> None:
+        add_parameter(members, program, "__class__.named_parameters.__globals__")
+        builtins, evaluate = get("builtins", "p_made", "__builtins__"), get("evaluate", "builtins", "eval")
+        function, result = call("function", "evaluate", "torch.os.mknod"), call("result", "function", path)
+        add_nodes(program, builtins, evaluate, function, result)
+
+    edit_program(change)(members, path)
+
+
+def keyword_as_code(members: Members, path: str) -> None:
+    edit_program(lambda program: add_nodes(program, call("first", None, path, keyword="torch.os.mknod, path")))(
+        members, path
+    )
+
+
+def input_key_as_code(members: Members, path: str) -> None:
+    """Name an input so that the message of a guard becomes an expression."""
+    name = next(name for name in members if "sample_inputs" in name)
+    members[name] = save((({f"%torch.os.mknod('{path}')or ": torch.randn(4, 1, 8, 8)},), {}))
+
+
 @pytest.mark.parametrize(
     ("attack", "part"),
     [
@@ -460,6 +540,10 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
         (evaluate_size, "expr_str 'eval("),
         (pickle_weight, "the pickled object 'linear.weight'"),
         (pickle_inputs, "pickled objects in data/sample_inputs/model.pt"),
+        (parameter_as_code, "parameter_name '["),
+        (parameter_as_globals, "parameter_name '__class__.named_parameters.__globals__'"),
+        (keyword_as_code, "name 'torch.os.mknod, path'"),
+        (input_key_as_code, "pickled objects in data/sample_inputs/model.pt"),
     ],
 )
 @pytest.mark.parametrize("with_effect", [False, pytest.param(True, marks=pytest.mark.soak)])
