@@ -13,6 +13,7 @@ import io
 import json
 import operator
 import re
+import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,9 +50,7 @@ _SYMBOLIC_FUNCTIONS = {
 _SYMBOL = re.compile(r"[a-z]{1,3}\d+|true|false|oo|int_oo|nan|L")
 _TENSOR_METHODS = {"size", "stride", "storage_offset", "dim", "numel"}
 _NAME = re.compile(r"[\w.:+\-]*")  # names of types and devices
-_IDENTIFIER = re.compile(
-    r"([A-Za-z_]\w*)?", re.ASCII
-)  # names of values and keyword arguments, which torch writes into code
+_IDENTIFIER = re.compile(r"([^\W\d]\w*)?")  # names of values and keyword arguments, which torch writes into code
 _IDENTIFIER_KEYS = {"name", "as_name", "user_input_name", "forward_arg_names"}
 _ATTRIBUTE_KEYS = {"parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn"}
 _JSON_KEYS = {"in_spec", "out_spec", "context"}  # the structures of inputs and outputs, which are JSON in JSON
@@ -175,8 +174,8 @@ def _has_parent(path: str, paths: set[str]) -> bool:
 
 def _is_safe_attribute(path: str) -> bool:
     """Return whether no part of the path is an attribute of all modules, such as a method, which torch would read."""
-    parts = path.split(".") if path else []
-    return all(re.fullmatch(r"\w+", part, re.ASCII) and part not in _list_module_attributes() for part in parts)
+    parts = unicodedata.normalize("NFKC", path).split(".")  # as Python normalizes the names in code
+    return _TEXT.fullmatch(path) is not None and _list_module_attributes().isdisjoint(parts)
 
 
 @functools.cache

@@ -21,6 +21,26 @@ from hpsearch.search.promotion.exported_program import find_unsafe_part
 from hpsearch.search.promotion.model_files import find_code
 from hpsearch.storage.mlflow.model_export import export_model, write_checkpoint_model
 
+
+class OddNames(nn.Module):
+    """A model whose layers and inputs have names with other characters than ASCII letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a-b": nn.Linear(4, 4), "x y": nn.Linear(4, 4), "größe": nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor, *, maß: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x * maß
+
+
+def test_names_of_layers_and_inputs_are_no_code(tmp_path: Path) -> None:
+    program = torch.export.export(OddNames(), (torch.randn(3, 4),), {"maß": torch.ones(4)})
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert find_unsafe_part(tmp_path / "model.pt2") == ""
+
+
 Members = dict[str, bytes]
 
 
