@@ -29,7 +29,7 @@ class OddNames(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({"a-b": nn.Linear(4, 4), "x y": nn.Linear(4, 4), "größe": nn.Linear(4, 4)})
 
-    def forward(self, x: torch.Tensor, *, maß: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, maß: torch.Tensor) -> torch.Tensor:  # noqa: PLC2401 as users may
         for layer in self.layers.values():
             x = layer(x)
         return x * maß
