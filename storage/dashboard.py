@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
@@ -95,7 +96,7 @@ _PAGE_POLICY = (
 _ARTIFACT_POLICY = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'"
 
 
-_SAFE_TYPES = ("image/", "audio/", "video/", "text/plain")
+_SAFE_TYPE = re.compile(r"((image|audio|video)/[\w.+-]+|text/plain)(; ?charset=[\w-]+)?", re.IGNORECASE)
 
 
 def _add_security_headers(app: Wsgi) -> Wsgi:
@@ -117,7 +118,7 @@ def _add_security_headers(app: Wsgi) -> Wsgi:
             replaced = {name.lower() for name, _ in added} | {"access-control-allow-origin"}
             kept = [header for header in headers if header[0].lower() not in replaced]
             types = [value for name, value in kept if name.lower() == "content-type"]
-            if is_artifact and not any(each.lower().startswith(_SAFE_TYPES) for each in types):
+            if is_artifact and not any(map(_SAFE_TYPE.fullmatch, types)):
                 kept = [header for header in kept if header[0].lower() != "content-type"]
                 kept.append(("Content-Type", "application/octet-stream"))
             return start_response(status, [*kept, *added], *error)

@@ -29,7 +29,7 @@ from hpsearch.storage.backup.dumps import count_rows, find_programs, open_sessio
 from hpsearch.storage.backup.mlflow_tables import create_mlflow_tables, list_mlflow_tables, upgrade_mlflow
 from hpsearch.storage.backup.rows import find_other_relations, restore_rows
 from hpsearch.storage.checkpoints.store import is_checkpoint_path
-from hpsearch.storage.database.migrate import MIGRATIONS, create_tables, list_revisions, migrate
+from hpsearch.storage.database.migrate import MIGRATIONS, create_tables, list_revisions, migrate, protect_schema
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
     OPTUNA_REVISION,
@@ -189,6 +189,8 @@ def _open_empty_services(
             raise StorageError("--artifacts is missing, but the backup has artifacts; give MLflow's artifact folder")
         if manifest.files and locations.artifacts_folder is None:
             raise StorageError(f"--artifacts {artifacts!r} is not a local folder; give a local artifact folder")
+        for database in filter(None, (locations.studies, locations.mlflow)):
+            protect_schema(*database)  # `migrate` repeats the warnings that remain
         _check_empty(locations, manifest)
         yield locations, held
 

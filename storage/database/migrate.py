@@ -45,10 +45,7 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Coll
             tables belong to a newer version of Optuna or hpsearch, or other users own functions in their schema.
     """
     url = normalise_url(url, setting=setting)
-    with _migration_transaction(url, setting) as cursor:
-        errors, warnings = revoke_create_privileges(cursor)
-    if errors:
-        raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
+    warnings = protect_schema(url, setting)
     with _migration_transaction(url, setting) as cursor:
         grantees = find_shared_grantees(cursor)
         _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
@@ -56,6 +53,24 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Coll
         grant_workers(cursor, worker_roles)
         lost = sorted(grantees - find_shared_grantees(cursor))
         return [*warnings, *map(_describe_lost_access, lost), *warn_if_public_can_connect(cursor)]
+
+
+def protect_schema(url: str, setting: str) -> list[str]:
+    """Withdraw the privilege to create functions in the schema from other users, and check that none own functions.
+
+    Call it before any statement of the owner that could use a function or an operator of another user.
+
+    Returns:
+        Warnings, with the remedy.
+
+    Raises:
+        StorageError: the database cannot be reached, or other users own functions in the schema.
+    """
+    with _migration_transaction(url, setting) as cursor:
+        errors, warnings = revoke_create_privileges(cursor)
+    if errors:
+        raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
+    return warnings
 
 
 @contextmanager

@@ -16,7 +16,8 @@ All databases of a server share its roles. So the database of another team needs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ def create_databases(
     }
     try:
         # CREATE DATABASE cannot run in a transaction, so this is a session lock.
-        with open_cursor(admin_url, application_name="hpsearch-bootstrap", setting=setting, autocommit=True) as admin:
+        with _open_admin_cursor(admin_url, setting, autocommit=True) as admin:
             admin.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
             for role, password in passwords.items():
                 _create_role(admin, role, password)
@@ -197,6 +198,14 @@ def warn_if_public_can_connect(cursor: Any) -> list[str]:
     ]
 
 
+@contextmanager
+def _open_admin_cursor(url: str, setting: str, *, autocommit: bool = False) -> Iterator[Any]:
+    """Yield a cursor whose statements use no functions and operators of other users, which would run as the admin."""
+    with open_cursor(url, application_name="hpsearch-bootstrap", setting=setting, autocommit=autocommit) as cursor:
+        cursor.execute("SET search_path = pg_catalog")
+        yield cursor
+
+
 def _make_role_url(admin_url: str, role: str, password: str, database: str) -> str:
     from sqlalchemy.engine import make_url
 
@@ -229,7 +238,9 @@ def _create_database(admin: Any, database: str, owner: str) -> None:
     admin.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
     if admin.fetchone() != (True,):  # a database can only be assigned to a role of which the admin is a member
         admin.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
-    admin.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
+    # Other users may have created functions in template1.
+    statement = sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE template0")
+    admin.execute(statement.format(sql.Identifier(database), sql.Identifier(owner)))
 
 
 def _reset_settings(admin: Any, database: str, roles: Iterable[str]) -> None:
@@ -251,7 +262,7 @@ def _grant_schema(admin_url: str, database: str, owner: str, setting: str) -> No
     from sqlalchemy.engine import make_url
 
     url = make_url(admin_url).set(database=database).render_as_string(hide_password=False)
-    with open_cursor(url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
+    with _open_admin_cursor(url, setting) as cursor:
         cursor.execute("SELECT has_schema_privilege('public', 'public', 'CREATE')")
         if not cursor.fetchone()[0]:
             return

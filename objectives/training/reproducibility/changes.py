@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,8 @@ _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "diff.autoRefre
 
 def _call_git(folder: Path, *arguments: str, settings: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     options = [option for setting in (*_SAFE, *settings) for option in ("-c", setting)]
-    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+    # Only a protocol is allowed for which no alias in the settings of the repository can be a helper.
+    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
     command = ("git", "--no-optional-locks", *options, "-C", str(folder), *arguments)
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=environment

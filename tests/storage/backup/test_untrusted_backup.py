@@ -289,6 +289,28 @@ def test_forged_statements_of_a_dump_do_not_run(
     ]
 
 
+def test_an_operator_of_another_user_in_the_target_does_not_run(
+    owner_url: str, database_url: str, postgres_server: PostgresServer, other: str, tmp_path: Path
+) -> None:
+    """As in a database of Postgres 14 or earlier, where every user may create operators."""
+    target = postgres_server.url(other, user=OWNER)
+    query(target, f"GRANT CREATE ON SCHEMA public TO {WORKER}; GRANT CONNECT ON DATABASE {other} TO {WORKER}")
+    query(
+        postgres_server.url(other),
+        f"""
+        CREATE FUNCTION public.eq(varchar, varchar) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+            IF current_user = '{OWNER}' THEN CREATE TABLE public.ran (); END IF;
+            RETURN $1::text = $2::text;
+        END $$;
+        CREATE OPERATOR public.= (LEFTARG = varchar, RIGHTARG = varchar, FUNCTION = public.eq)
+        """,
+    )
+    make_backup(tmp_path / "b.tar", owner_url, database_url, "digits", {})
+    with pytest.raises(StorageError, match="other users own functions or operators in the schema of the tables"):
+        restore_there(tmp_path / "b.tar", postgres_server, other, tmp_path / "home")
+    assert query(target, "SELECT to_regclass('ran')") == [(None,)]
+
+
 def test_only_rows_of_a_dump_of_mlflow_are_restored(
     empty_database_url: str, postgres_server: PostgresServer, other: str, tmp_path: Path
 ) -> None:

@@ -113,6 +113,22 @@ def test_a_worker_may_not_create_functions_in_a_server_that_was_upgraded_from_po
         _execute(urls.worker_url, "CREATE FUNCTION public.f() RETURNS int LANGUAGE sql AS 'SELECT 1'")
 
 
+def test_a_function_of_mlflows_role_does_not_run_as_the_superuser(server: EmbeddedPostgres) -> None:
+    """It fits the types of the arguments better than the function of Postgres."""
+    urls = create_databases(_admin(server), **_PASSWORDS)
+    _execute(
+        urls.mlflow_url,
+        """
+        CREATE FUNCTION public.has_schema_privilege(text, text, text) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+            CREATE ROLE planted SUPERUSER;
+            RETURN true;
+        END $$
+        """,
+    )
+    create_databases(_admin(server), **_PASSWORDS)
+    _execute(_admin(server), "CREATE ROLE planted")  # the function has not created it
+
+
 @pytest.mark.soak
 def test_an_admin_without_superuser_can_create_roles(server: EmbeddedPostgres) -> None:
     _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")

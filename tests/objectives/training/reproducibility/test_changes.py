@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,10 +149,19 @@ def test_programs_in_the_settings_of_a_repository_do_not_run(commit: Commit, tmp
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_objects_of_a_repository_are_not_fetched(commit: Commit, tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", ["ext::touch {}", "none::x"])
+def test_missing_objects_of_a_repository_are_not_fetched(
+    commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
     commit({"mine.py": OBJECTIVE})
-    command = f"ext::touch {tmp_path / 'ran'}"
+    command = url.format(tmp_path / "ran")
+    old_git = tmp_path / "bin" / "git"  # before 2.45, git does not know the variable
+    old_git.parent.mkdir()
+    old_git.write_text(f'#!/bin/sh\nunset GIT_NO_LAZY_FETCH\nexec {shutil.which("git")} "$@"\n')
+    old_git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old_git.parent}{os.pathsep}{os.environ['PATH']}")
     for setting, value in {
+        "alias.remote-none": f"!touch {tmp_path / 'ran'}",
         "core.repositoryFormatVersion": "1",
         "extensions.partialClone": "origin",
         "protocol.ext.allow": "always",
