@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
+from hpsearch.objectives.errors import MetricError, ObjectiveError, wrap_user_errors
 from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.objectives.search_space import FixedTrial
 
@@ -92,6 +92,7 @@ class BaseObjective(ABC):
             MetricError: the objective does not report the metric.
             ObjectiveError: the direction is wrong for the metric.
         """
+        check_metric_prefix(metric)
         self.metric, self.direction = metric, direction
 
     def set_reported_metrics(self, names: Collection[str]) -> None:
@@ -134,6 +135,17 @@ class BaseObjective(ABC):
                     self.prepare(unfinished)
                 unfinished.rename(folder)
         return folder
+
+
+def check_metric_prefix(metric: str) -> None:
+    """Check that a metric has none of the prefixes of the names in MLflow.
+
+    Raises:
+        MetricError: the metric has a prefix.
+    """
+    for prefix, remedy in (("val_", f"use {metric[4:]!r}"), ("train_", "report it under another name")):
+        if metric.startswith(prefix):
+            raise MetricError(metric, f"has the prefix {prefix}, which is reserved for names in MLflow; {remedy}")
 
 
 def _set_metric_from_directions(cls: type[BaseObjective]) -> None:

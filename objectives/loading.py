@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from hpsearch.changeable_paths import find_changeable_part
-from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.base_objective import BaseObjective, check_metric_prefix
 from hpsearch.objectives.custom_loop.loop_objective import format_not_executed, is_coroutine_or_generator, wrap_function
 from hpsearch.objectives.errors import (
     ObjectiveError,
@@ -320,6 +320,8 @@ def _check(objective: BaseObjective) -> None:
             raise ObjectiveError(f"{owner}.{field} must be a non-empty string, not {value!r}")
         if not value.isprintable():
             raise ObjectiveError(f"{owner}.{field} is {value!r}, which contains control characters; use another text")
+    for metric in (objective.metric, *objective.directions):
+        check_metric_prefix(metric)
     for field in ("epochs", "n_trials"):
         value = getattr(objective, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -81,11 +81,28 @@ class LoopObjective(BaseObjective):
         """Call `suggest` and check its result.
 
         Raises:
-            ObjectiveError: the result is not a dictionary or dataclass of JSON values.
+            ObjectiveError: the result is not a dictionary or dataclass of JSON values, or `test` and `export` would get
+                another configuration from its JSON.
         """
-        config = self.suggest(trial)
-        config_to_json(config, f"{type(self).__name__}.suggest")
+        config, owner = self.suggest(trial), f"{type(self).__name__}.suggest"
+        values = config_to_json(config, owner)
+        if self.defines("test") or self.defines("export"):
+            _check_is_restored(config, values, owner)
         return config
+
+
+def _check_is_restored(config: Any, values: Mapping[str, Any], owner: str) -> None:
+    config_class = type(config)
+    try:
+        restored = config_class(**values) if dataclasses.is_dataclass(config_class) else values
+    except TypeError as error:
+        raise ObjectiveError(f"{owner}: {config_class.__name__} cannot be made from its fields: {error}") from error
+    for name in values:
+        before, after = ((c[name] if isinstance(c, Mapping) else getattr(c, name)) for c in (config, restored))
+        if before != after:
+            raise ObjectiveError(
+                f"{owner}: {name!r} is {before!r}, but {after!r} after a conversion to JSON; return that"
+            )
 
 
 def is_coroutine_or_generator(function: Any) -> bool:

@@ -93,7 +93,6 @@ class LoopTrial:
         self._epoch: int | None = None  # the current epoch, until it is reported
         self._started = 0.0
         self._is_in_epoch = False
-        self._is_state_checked = False
         self.failure: BaseException | None = None  # ends the trial even if the loop catches the error of `report`
 
     @property
@@ -155,6 +154,7 @@ class LoopTrial:
                 raise ObjectiveError(f"epoch {self._curve.next_epoch} is already reported; report each epoch once")
             raise ObjectiveError("trial.report was called outside trial.epochs(); call it once in each iteration")
         saved = None if folder is None else Path(folder)
+        state, best = to_python_scalars(state), to_python_scalars(best)
         try:
             self.barrier(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
             files = {} if saved is None else self._packed(saved)
@@ -183,6 +183,9 @@ class LoopTrial:
             hint = suggest_names(metric, list(numbers))
             raise MetricError(metric, f"is not reported; {hint}; or change the objective's metric")
         record = {_add_val_prefix(name): number for name, number in numbers.items()}
+        if len(record) < len(numbers):
+            twice = next(name for name in numbers if f"val_{name}" in numbers)
+            raise ObjectiveError(f"trial.report: {twice!r} and 'val_{twice}' are the same metric; report one of them")
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
         for name in self._run.objective.reported:
@@ -194,10 +197,8 @@ class LoopTrial:
                 raise MetricError(name, f"is required by the study but not reported; {hint}") from None
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)
-        if not self._is_state_checked:
-            check_serializable(state, "state")
-            check_serializable(best, "best")
-            self._is_state_checked = True
+        check_serializable(state, "state")
+        check_serializable(best, "best")
         return EpochRecord(epoch, time.time(), {**record, "epoch_seconds": time.perf_counter() - self._started})
 
     def measure(self, model: nn.Module, inputs: Tree) -> dict[str, float]:
@@ -304,6 +305,30 @@ def _to_floats(metrics: Any) -> dict[str, float]:
     return found
 
 
+def to_python_scalars(tree: Any) -> Any:
+    """Convert NumPy's scalars, which a checkpoint cannot hold, such as the result of `np.mean`."""
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if not any(isinstance(leaf, np.generic) for _, leaf in leaves(tree)):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: to_python_scalars(value) for key, value in tree.items()}
+    values = map(to_python_scalars, tree)
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+
+
+def _iterate_keys(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        yield from tree
+        tree = tuple(tree.values())
+    if isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _iterate_keys(value)
+
+
+_PLAIN_TYPES = (bool, int, float, str, bytes, type(None))  # not their subclasses, such as enumerations
+
+
 def check_serializable(tree: Any, what: str) -> None:
     """Check that a checkpoint can hold a state, so that a fault appears at the first report instead of at a resume.
 
@@ -311,8 +336,8 @@ def check_serializable(tree: Any, what: str) -> None:
         ObjectiveError: the state contains an object other than tensors and plain values; the message has its position
             and type.
     """
-    for name, value in leaves(tree, what):
-        if not isinstance(value, (Tensor, bool, int, float, str, bytes, type(None))):
+    for name, value in (*leaves(tree, what), *((f"{what} key {key!r}", key) for key in _iterate_keys(tree))):
+        if not isinstance(value, Tensor) and type(value) not in _PLAIN_TYPES:
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
             raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")

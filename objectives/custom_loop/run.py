@@ -155,7 +155,8 @@ def export_model(objective: LoopObjective, best: Any, config: Any) -> Exportable
         model, x = objective.export(best, config)
         if not isinstance(model, nn.Module):
             raise ObjectiveError(f"{owner}.export must return a module and an input, not {type(model).__name__}")
-        module, parts = make_exportable(model.eval(), bind_forward(model, x), x)
+        model.eval()
+        module, parts = make_exportable(model, bind_forward(model, x), x)
     return ExportableModel(module, parts, [frozenset({0})] * len(parts))
 
 

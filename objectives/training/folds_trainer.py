@@ -295,7 +295,9 @@ class FoldsTrainer(BaseTrainer):
 
     def _finish(self, verdict: Verdict) -> FitResult:
         """Return the result; a run that will not be resumed also passes its files to the session."""
-        models = [unwrap_model(run.eval_model).cpu().eval() for run in self._runs]
+        models = [unwrap_model(run.eval_model).cpu() for run in self._runs]
+        for model in models:
+            model.eval()
         ensemble, best = Ensemble(models), self._curve.best
         if best:
             ensemble.load_state_dict(best["model"])

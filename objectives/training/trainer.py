@@ -307,7 +307,8 @@ class Trainer(BaseTrainer):
         if run.resplit_evaluation is not None and shared["status"] == "completed":
             error = run.resplit_evaluation.estimate_error(run.evaluate_rows)
             resplit_score = run.resplit_evaluation.score(best.get("value", math.nan), error)
-        model = unwrap_model(run.strategy.gather_model(run.eval_model)).eval()
+        model = unwrap_model(run.strategy.gather_model(run.eval_model))
+        model.eval()  # returns None if the model's `train` does not return the model
         return FitResult(
             **shared,
             model=model,

@@ -152,6 +152,7 @@ class Fleet:
             self._spawn(slot)
 
     def _spawn(self, slot: WorkerSlot) -> None:
+        slot.log.parent.mkdir(parents=True, exist_ok=True)  # may have been deleted
         slot.exit_file.unlink(missing_ok=True)
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         environment[EXIT_FILE_VARIABLE] = str(slot.exit_file)

@@ -41,6 +41,7 @@ from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import DEVICES, STOPPED
 from hpsearch.storage.database.retry import limit_retries
+from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.trials.history import read_attempts
 
 
@@ -173,7 +174,11 @@ def _finish_search(
     except KeyError:
         raise SearchError(f"study {study.spec.name!r} was deleted while it ran") from None
     except (DBAPIError, StorageInternalError):
-        raise SearchError("the database is unavailable; start the database, and run the command again") from None
+        fault = f"the database is unavailable; start the database, and continue with: {study.resume_command}"
+        if interrupted:
+            console.print(fault)
+            raise KeyboardInterrupt from None
+        raise ServiceUnavailableError(fault) from None
     with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
         flush_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)

@@ -83,7 +83,8 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
             try_step(run)
     if (export := bind_export(objective, config)) is not None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
-            exported = export(run.model.eval())
+            run.model.eval()
+            exported = export(run.model)
             exported.module(*(part for _, part in exported.inputs))
 
 

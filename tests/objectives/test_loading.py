@@ -283,6 +283,7 @@ def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
         ("pass", "Mine does not define data, model, suggest; an Objective needs"),
         ("def __init__(self, path): ...", r"Mine\(\) failed: "),
         (None, r"Mine\(\) failed: mine.py:5: KeyError: 'HOME_OF_DATA'"),
+        ("metric = 'val_loss'", "metric 'val_loss' has the prefix val_, which is reserved .*; use 'loss'"),
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
         ("metric = None", "Mine.metric must be a non-empty string, not None"),
         ("name = ''", "Mine.name must be a non-empty string, not ''"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class FaultFinder:
         signs = (
             self._find_untrained_parameters(),
             self._find_unregistered_layers(),
+            self._find_foreign_parameters(),
             find_dependence_on_inputs(self._run, self._batch),
             find_active_dropout(self._run, self._batch),
             find_visible_targets(self._run, self._batch),
@@ -116,6 +118,25 @@ class FaultFinder:
                     kind = "ModuleDict" if isinstance(value, Mapping) else "ModuleList"
                     return f"the layers in {type(module).__name__}.{name} are not trained or saved; use nn.{kind}"
         return ""
+
+    def _find_foreign_parameters(self) -> str:
+        """Find parameters of the loss, or of other modules, that are not parameters of the model."""
+        run, seen = self._run, set[Any]()
+        set_seed(run.plan.seed, "smoke", "step")
+        nodes: list[Any] = [run.step_function(run.model, self._batch, nullcontext()).loss.grad_fn]
+        while nodes:
+            if (node := nodes.pop()) is not None and node not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+        known = {id(parameter) for parameter in run.model.parameters()}
+        leaves = [getattr(node, "variable", None) for node in seen]
+        foreign = [list(leaf.shape) for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
+        if not foreign:
+            return ""
+        return (
+            f"the loss depends on a parameter outside of the model (shape {foreign[0]}), which would not be trained or "
+            "saved; make its module a part of the model, or compute it with torch.no_grad()"
+        )
 
     @torch.no_grad()
     def _compute_metric(self) -> float | None:

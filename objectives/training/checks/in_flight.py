@@ -71,7 +71,8 @@ class InFlightCheck:
 def _predict(run: Run) -> list[torch.Tensor]:
     set_seed(run.plan.seed, "outputs")
     inputs = run.splits.val.inputs(slice(0, _SAMPLES))
-    outputs = get_forward_call(run.step_function)(run.model.eval(), inputs)
+    run.model.eval()
+    outputs = get_forward_call(run.step_function)(run.model, inputs)
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 

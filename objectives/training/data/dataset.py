@@ -69,7 +69,7 @@ class Stream:
 
 def has_arrays(x: Any) -> bool:
     """Return whether x consists of arrays, not of a dataset with samples."""
-    return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
+    return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__") or hasattr(x, "toarray")
 
 
 def to_target_tensor_or_none(y: Any) -> Any:
@@ -109,6 +109,10 @@ def as_tree(values: Any, name: str) -> Tree:
 
 
 def _to_tensor(values: Any) -> Tensor:
+    if np.ma.is_masked(values):
+        raise ObjectiveError("the data have a masked array; replace the masked values, such as by x.filled(0)")
+    if hasattr(values, "toarray"):
+        raise ObjectiveError(f"the data have a sparse {type(values).__name__}; pass x.toarray()")
     array = np.asarray(values)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if any(stride < 0 for stride in array.strides):  # of a flipped array

@@ -101,7 +101,13 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def as_target(tensor: Tensor) -> Tensor:
-    """Convert floating point to float32 and integers to int64."""
+    """Convert floating point to float32 and integers to int64.
+
+    Raises:
+        ObjectiveError: the numbers are complex.
+    """
+    if tensor.is_complex():
+        raise ObjectiveError("the data have complex numbers; pass their parts, such as torch.view_as_real(x)")
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 

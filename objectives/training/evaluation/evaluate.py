@@ -13,7 +13,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.loader import load_batches
-from hpsearch.objectives.training.data.tree import index_rows, to_device
+from hpsearch.objectives.training.data.tree import index_rows, tensors, to_device
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
@@ -55,7 +55,8 @@ def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Ite
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), seed_device_temporarily(device, purpose):
+        # Not `inference_mode`: training could not use tensors that the model keeps from here, such as a cache.
+        with torch.no_grad(), seed_device_temporarily(device, purpose):
             yield
     finally:
         model.train(training)
@@ -97,7 +98,13 @@ def evaluate(  # noqa: PLR0913 options by keyword
         metrics.reset()
         sums, cut = RunningMeans(device), None if halves is None else halves.first_half_size
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
+            versions = [tensor._version for _, tensor in tensors(batch.x)]
             found = stepping(model, batch, nullcontext())
+            if versions != [tensor._version for _, tensor in tensors(batch.x)]:  # such as x -= mean
+                raise ObjectiveError(
+                    "the model changes its input in place, and so the validation data; make a new tensor, such as by "
+                    "x = x - mean"
+                )
             sums.add(found, len(rows))
             if rows and found.outputs is not None:
                 metrics.update(found.outputs, found.targets)
@@ -149,12 +156,23 @@ class RunningMeans:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
         self.weight: Tensor | float = 0
+        self._is_begun = False
 
     def add(self, step: Step, size: int) -> None:
-        """Add the result of a batch of `size` samples; if `size` is 0, add only the metric names."""
+        """Add the result of a batch of `size` samples; if `size` is 0, add only the metric names.
+
+        Raises:
+            ObjectiveError: the batch has other metrics than the batches before.
+        """
         if not size:
             self._sums = {**{name: torch.zeros_like(self._loss) for name in step.metrics}, **self._sums}
             return
+        if self._is_begun and (partial := self._sums.keys() ^ step.metrics.keys()):
+            raise ObjectiveError(
+                f"step() returns the metric {min(partial)!r} for some batches only, so its mean is unknown; "
+                "return it for each batch, or compute it in metrics() or evaluate()"
+            )
+        self._is_begun = True
         weight = size if step.weight is None else step.weight
         self._loss += step.loss.detach() * weight
         for name, value in step.metrics.items():
@@ -176,6 +194,7 @@ class RunningMeans:
         """Restore the result of `state_dict`."""
         state = to_device(state, self._device)
         self._loss, self._sums, self.weight = state["loss"], state["sums"], state["weight"]
+        self._is_begun = bool(self._sums)
 
 
 def iterate_batches(

@@ -185,7 +185,8 @@ def _initialize_lazy_layers(model: nn.Module, val: Dataset, device: torch.device
     """Initialize PyTorch's lazy layers by a forward pass of two validation inputs."""
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         x = to_device(val.inputs(slice(0, 2)), device)
-        bind_forward(model, x)(model.eval(), x)
+        model.eval()
+        bind_forward(model, x)(model, x)
         model.train()
 
 

@@ -118,7 +118,7 @@ def list_config_warnings(run: Run) -> list[str]:
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     """Check the model's outputs for two samples.
 
@@ -170,7 +170,7 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
         )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _loss_adds_up(run: Run) -> bool:
     """Return whether the loss of some validation samples is the mean of the losses of the single samples."""
     if not isinstance(run.step_function, LossStep):

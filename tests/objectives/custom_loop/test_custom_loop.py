@@ -218,6 +218,11 @@ def _raise(error):
     raise error
 
 
+@dataclasses.dataclass
+class WithoutAllFields:
+    warm: int = dataclasses.field(init=False, default=3)
+
+
 def _reporting(*reports, outside=False):
     def run(self, trial):
         if outside:
@@ -251,6 +256,22 @@ def _reporting(*reports, outside=False):
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
             r"trial.report: 'state\.net' is a Linear, which a checkpoint cannot store; pass its state_dict\(\)",
         ),
+        (
+            _reporting(({"distance": 1.0}, {"a": {np.int64(3): 1}})),
+            r"'state key np.int64\(3\)' is a int64, which a checkpoint",
+        ),
+        (
+            _reporting(({"distance": 1.0, "val_distance": 2.0}, None)),
+            "trial.report: 'distance' and 'val_distance' are the same metric; report one of them",
+        ),
+        (
+            type("Odd", (Gan,), {"suggest": lambda *_: {"widths": (4, 3)}}),
+            r"Odd.suggest: 'widths' is \(4, 3\), but \[4, 3\] after a conversion to JSON; return that",
+        ),
+        (
+            type("Odd", (Gan,), {"suggest": lambda *_: WithoutAllFields()}),
+            r"Odd.suggest: WithoutAllFields cannot be made from its fields: .*'warm'",
+        ),
         (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: 3}),
@@ -273,6 +294,23 @@ def test_mistakes_have_clear_errors(objective, message):
     with pytest.raises((ObjectiveError, NonFiniteError), match=message) as error:
         _fit(objective())
     assert "\n" not in str(error.value)
+
+
+class NumpyState(Gan):
+    """The best value is an integer before the first epoch, and a scalar of NumPy afterwards."""
+
+    def run(self, trial):
+        self.resumed_at = trial.state and trial.state["best"]
+        best = trial.state["best"] if trial.state else 9
+        for epoch in trial.epochs():
+            trial.report({"distance": 5.0 - epoch}, state={"best": best})
+            best = min(best, np.float64(5.0 - epoch))
+
+
+def test_a_state_with_scalars_of_numpy_is_resumed(tmp_path):
+    assert _fit(NumpyState(), session=Stopped(tmp_path, 2)).status == "stopped"
+    _fit(objective := NumpyState(), session=Stopped(tmp_path, 9))
+    assert objective.resumed_at == 4.0
 
 
 def test_the_best_model_is_tested_and_exported(tmp_path):

@@ -74,6 +74,14 @@ class LossOfABody(Sound):
         return Step(model.encode(batch.x).square().mean(1), outputs=model(batch.x))
 
 
+class ParameterOfTheLoss(Sound):
+    scale = nn.Parameter(torch.ones(()))
+
+    def step(self, model, batch, config):
+        outputs = model(batch.x)
+        return Step(self.scale * functional.cross_entropy(outputs, batch.y, reduction="none"), outputs=outputs)
+
+
 class NegatedLoss(Sound):
     loss_floor = None
 
@@ -158,6 +166,7 @@ class LostEvaluation(Evaluated):
         (FrozenByItsRate, "the batch does not train body.weight, body.bias"),
         (LossOfABody, "the batch does not train head.weight, head.bias"),
         (LayersInAList, "the layers in Model.layers are not trained or saved; use nn.ModuleList"),
+        (ParameterOfTheLoss, "the loss depends on a parameter outside of the model (shape []), which would not be"),
         (MixedSamples, "in evaluation mode, the output of a sample depends on the other samples of its batch"),
         (RandomInputs, "the outputs of the model do not depend on its inputs"),
         (NegatedLoss, "accuracy of the batch (maximize) was "),

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize, TrainConfig
@@ -262,6 +263,19 @@ def test_unusable_times_are_rejected(times, message):
 def test_groups_and_times_are_mutually_exclusive():
     with pytest.raises(ObjectiveError, match="groups and times"):
         _timed(np.arange(20), groups=np.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("x", "fault"),
+    [
+        (torch.ones(3, 2, dtype=torch.complex64), "the data have complex numbers"),
+        (np.ma.masked_greater(np.arange(6.0).reshape(3, 2), 4.0), "the data have a masked array"),
+        (scipy.sparse.eye(3, format="csr"), "the data have a sparse csr_matrix"),
+    ],
+)
+def test_arrays_that_lose_content_as_tensors_are_rejected(x, fault):
+    with pytest.raises(ObjectiveError, match=fault):
+        Splits.make(x, np.arange(3), seed=0)
 
 
 @pytest.mark.filterwarnings("error")

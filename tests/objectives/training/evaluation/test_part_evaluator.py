@@ -41,6 +41,58 @@ class Points(Objective):
         return {"distance": (made.mean(0) - part.y.mean(0)).norm()}
 
 
+class Partial(Wine):
+    """A metric of samples that not each batch has."""
+
+    def step(self, model, batch, config):
+        outputs = model(batch.x)
+        loss = nn.functional.cross_entropy(outputs, batch.y, reduction="none")
+        return Step(loss, outputs, metrics={"rare": 1.0} if (batch.y == 2).sum() > 1 else {})
+
+
+def test_a_metric_of_some_batches_only_is_rejected():
+    with pytest.raises(ObjectiveError, match=r"step\(\) returns the metric 'rare' for some batches only"):
+        fit(Partial(), TrainConfig(batch_size=4, eval_batch_size=4))
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        x -= 1
+        return super().forward(x)
+
+
+class Cached(nn.Linear):
+    """A model that makes a tensor in its first pass, which is that of an evaluation, and uses it in training."""
+
+    scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = torch.ones(x.shape[1])
+        return super().forward(x * self.scale)
+
+
+def test_a_model_that_changes_its_input_in_place_is_rejected():
+    with pytest.raises(ObjectiveError, match="the model changes its input in place, and so the validation data"):
+        fit(type("Objective", (Wine,), {"model": lambda *_: InPlace(13, 3)})(), epochs=1)
+
+
+def test_a_model_may_keep_a_tensor_of_its_first_evaluation():
+    assert fit(type("Objective", (Wine,), {"model": lambda *_: Cached(13, 3)})(), epochs=1).status == "completed"
+
+
+class WithoutReturn(nn.Linear):
+    """A module whose `train` returns nothing, and so its `eval` neither."""
+
+    def train(self, mode=True):
+        super().train(mode)
+
+
+def test_a_model_whose_train_method_returns_nothing_is_exported():
+    model = type("Objective", (Wine,), {"model": lambda *_: WithoutReturn(13, 3)})
+    assert fit(model(), epochs=1).exportable_model().module(torch.randn(2, 13)).shape == (2, 3)
+
+
 def test_the_metric_is_reported_per_epoch_and_selects_the_best_epoch():
     objective = Points()
     found = fit(objective, epochs=3)
