@@ -47,7 +47,8 @@ class PlainConsole(Console):
         self, *, stderr: bool = False, width: int | None = None, outlives_pipe: bool = False, **options: Any
     ) -> None:
         self._outlives_pipe = outlives_pipe
-        is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+        stream = sys.stderr if stderr else sys.stdout
+        is_terminal = stream is not None and stream.isatty()  # None in a program without open streams
         if width is None and not is_terminal and not _has_columns():
             width = _FILE_COLUMNS
         options = {"stderr": stderr, "markup": False, "highlight": False, "emoji": False, "soft_wrap": True} | options

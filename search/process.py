@@ -78,13 +78,21 @@ def report_errors(work: Callable[[], int]) -> int:
                 "no thread can be started; raise the limits of processes (ulimit -u, container) and memory (ulimit -v)"
             )
             return EXIT_UNAVAILABLE
-        from hpsearch.storage.database.retry import is_database_error, is_transient
+        from hpsearch.storage.database.retry import is_cancelled, is_database_error, is_transient
 
         if not is_database_error(error):
             raise
         logging.getLogger(__name__).debug("database error", exc_info=True)
         cause, is_unavailable = redact(format_error(error)), is_transient(error)
-        fault = f"is unavailable: {cause}" if is_unavailable else f"rejected a statement ({cause}); run hpsearch doctor"
+        if is_cancelled(error):
+            fault = (
+                f"cancelled a statement ({cause}); repeat the command, or raise the timeout in the server's settings"
+            )
+            is_unavailable = True
+        elif is_unavailable:
+            fault = f"is unavailable: {cause}"
+        else:
+            fault = f"rejected a statement ({cause}); run hpsearch doctor"
         _print_error(f"the database {escape_line(fault)}")
         return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,7 @@ _REDRAW_SECONDS = 0.9  # of the view, unless a trial has finished; drawing takes
 _BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a terminal
 _MIN_ROWS = 2  # a table with fewer rows is omitted
 _COURSE_WIDTH = 40  # in characters
+_WRITE_SECONDS = 1.0  # for which the search waits for its output
 _RESERVED_LINES = 11  # lines of the view without workers, best trials and recent ends; the counts may wrap
 
 
@@ -74,6 +76,7 @@ class LiveView:
         self._ended = -1, -1  # numbers of ended and of paused trials
         self._is_outage = False
         self._is_output_closed = False
+        self._writing: threading.Thread | None = None
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -82,25 +85,42 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         if self._live:
-            with suppress(OSError):
-                self._live.stop()
+            self._write(self._live.stop)
 
     def update(self, progress: Progress, *, is_outage: bool = False) -> None:
         """Show the progress; print a line when the database becomes unavailable."""
         if is_outage and not self._is_outage:
             self.print_line("the database is unavailable; waiting for it")
         self._is_outage = is_outage
-        try:
-            self._show(progress)
-        except OSError:
-            self._is_output_closed = True  # the search continues without its terminal or pipe
+        self._write(lambda: self._show(progress))
 
     def print_line(self, text: str) -> None:
         """Print a line above the view."""
-        try:
-            self._console.print(text, style="yellow")
-        except OSError:
-            self._is_output_closed = True
+        self._write(lambda: self._console.print(text, style="yellow"))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write to the output; return after a second if its terminal or pipe is not read, as after Ctrl-S."""
+        if self._writing is not None and self._writing.is_alive():
+            return
+        errors = list[BaseException]()
+
+        def try_to_write() -> None:
+            try:
+                write()
+            except OSError:
+                self._is_output_closed = True
+            except BaseException as error:
+                errors.append(error)
+
+        if isinstance(self._live, _NotebookCell):  # shows only what this thread displays
+            try_to_write()
+        else:
+            self._writing = threading.Thread(target=try_to_write, name="output", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started
+                self._writing.start()
+                self._writing.join(_WRITE_SECONDS)
+        if errors:
+            raise errors[0]
 
     def _show(self, progress: Progress) -> None:
         if self._is_output_closed:

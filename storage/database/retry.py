@@ -57,6 +57,11 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, kinds) and is_transient_connection_error(str(error.orig))
 
 
+def is_cancelled(error: BaseException) -> bool:
+    """Return whether a timeout of the server's settings, or an administrator, cancelled the statement."""
+    return getattr(getattr(error, "orig", error), "pgcode", None) in {"57014", "55P03"}
+
+
 def is_transient_connection_error(text: str) -> bool:
     """Return whether a retry may succeed after a connection error with this text of libpq."""
     return not _PERMANENT.search(text)

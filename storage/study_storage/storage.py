@@ -431,11 +431,14 @@ class PostgresStorage(BaseStorage):
             return
         try:
             check_distribution_compatibility(previous, distribution)
-        except ValueError:
+        except ValueError as error:
             if self._attempt(trial_id) is None:  # if the trial is finished, raise the error about this instead
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
                 raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
-            raise
+            raise ValueError(
+                f"parameter {name!r} has another search space than in earlier trials ({error}); restore it, or use "
+                "another study; a Python set has no fixed order"
+            ) from error
 
     def _get_distribution(self, study_id: int, name: str) -> BaseDistribution | None:
         """Return the distribution of a parameter in the study; None if no trial has the parameter."""

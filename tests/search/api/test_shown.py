@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +65,26 @@ def test_runs_of_finalists_have_no_best_trial(tmp_path: Path) -> None:
         shown.update(progress(complete=1))
     assert "1/4 trials: 1 complete" in output.getvalue()
     assert "best" not in output.getvalue()
+
+
+def test_a_terminal_that_is_not_read_does_not_stop_the_search(tmp_path: Path) -> None:
+    """As after Ctrl-S, or in a pipe to a pager."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    size = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            size += os.write(write_end, b"x" * 1000)
+    os.set_blocking(write_end, True)
+    output = os.fdopen(write_end, "w", buffering=1)  # closing it would wait for the reader
+    with view(Console(file=output, width=200), tmp_path) as shown:
+        shown.update(progress(complete=1))  # would never return
+        shown.update(progress(complete=2))
+    while size > 0:
+        size -= len(os.read(read_end, size))
+    with os.fdopen(read_end) as rest:
+        assert "1/4 trials: 1 complete" in rest.readline()
+    output.close()
 
 
 def test_a_notebook_view_is_updated_in_place(cells: list[list[str]], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Signals that arrive while a command waits in C code, where Python calls no handlers."""
+"""Commands that wait for the database: signals, and timeouts of the server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import pytest
 import sqlalchemy as sa
 
+from hpsearch.search.cli import run_command
+from tests.conftest import PostgresServer
 from tests.waiting import wait_for
 
 _IS_WAITING = sa.text(
@@ -31,3 +33,22 @@ def test_a_signal_ends_a_command_that_waits_for_the_database(
         process.send_signal(number)
         assert process.communicate(timeout=120) == ("", text)
         assert process.returncode == code
+
+
+def test_a_statement_that_a_timeout_of_the_server_cancels_is_no_mistake_of_the_user(
+    postgres_server: PostgresServer, database: str, owner_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines do not restart workers after exit code 2."""
+    engine = sa.create_engine(owner_url)
+    postgres_server.execute("ALTER DATABASE {} SET lock_timeout = 100", database)
+    try:
+        with engine.connect() as locking:
+            locking.execute(sa.text("LOCK TABLE studies IN ACCESS EXCLUSIVE MODE"))
+            assert run_command(["studies", "--storage-url", owner_url]) == 1
+    finally:
+        postgres_server.execute("ALTER DATABASE {} RESET lock_timeout", database)
+    error = capsys.readouterr().err
+    assert error.startswith("hpsearch: the database cancelled a statement (canceling statement due to lock timeout"), (
+        error
+    )
+    assert error.endswith("repeat the command, or raise the timeout in the server's settings\n")
