@@ -276,7 +276,9 @@ class LoopRun(BaseLoopRun):
             config=self.config,
             best=self.curve.best["model"],
         )
-        if result.status != "stopped":
+        if result.status == "stopped":
+            self._log_files(self.logged)
+        else:
             names = select_plotted_metrics(result.history, self.objective.metric)
             write = partial(write_loop_report, objective=self.objective, result=result, identity=self.settings)
             self._log_files([*self.files.finish(result, names, write), *self.logged])

@@ -129,13 +129,15 @@ class Attempt:
             return self._fail(error)
         if result.status != "stopped":
             return self._finish(result)
+        assert self._session is not None
+        for file in self._session.files:  # of the loop, before the next attempt removes its folder
+            self._tracked.log_file(file)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave_open()
             place = (rank.rung, rank.rank, rank.reached_count)
             log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
             return None
         self._release(Outcome.RELEASED)
-        assert self._session is not None
         reason = "" if result.verdict.reason is None else f": {result.verdict.reason}"
         log.info("trial %d: released %s%s", self._claim.number, self._session.saved, reason)
         return None
