@@ -130,8 +130,8 @@ class Attempt:
         if result.status != "stopped":
             return self._finish(result)
         assert self._session is not None
-        for file in self._session.files:  # of the loop, before the next attempt removes its folder
-            self._tracked.log_file(file)
+        for path in self._session.files:  # of the loop, before the next attempt removes its folder
+            self._tracked.log_file(path)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave_open()
             place = (rank.rung, rank.rank, rank.reached_count)
