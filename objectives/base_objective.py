@@ -138,7 +138,7 @@ class BaseObjective(ABC):
 
 
 def check_metric_prefix(metric: str) -> None:
-    """Check that a metric has none of the prefixes of the names in MLflow.
+    """Check that the name of a metric has no prefix that is reserved for MLflow.
 
     Raises:
         MetricError: the metric has a prefix.

@@ -85,9 +85,8 @@ def report_errors(work: Callable[[], int]) -> int:
         logging.getLogger(__name__).debug("database error", exc_info=True)
         cause, is_unavailable = redact(format_error(error)), is_transient(error)
         if is_cancelled(error):
-            fault = (
-                f"cancelled a statement ({cause}); repeat the command, or raise the timeout in the server's settings"
-            )
+            remedy = "repeat the command, or raise statement_timeout or lock_timeout of the server"
+            fault = f"cancelled a statement ({cause}); {remedy}"
             is_unavailable = True
         elif is_unavailable:
             fault = f"is unavailable: {cause}"

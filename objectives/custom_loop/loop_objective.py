@@ -81,28 +81,30 @@ class LoopObjective(BaseObjective):
         """Call `suggest` and check its result.
 
         Raises:
-            ObjectiveError: the result is not a dictionary or dataclass of JSON values, or `test` and `export` would get
-                another configuration from its JSON.
+            ObjectiveError: the result is not a dictionary or dataclass of JSON values, or a conversion to JSON and
+                back changes it, so that `test` and `export` would get another configuration.
         """
         config, owner = self.suggest(trial), f"{type(self).__name__}.suggest"
         values = config_to_json(config, owner)
         if self.defines("test") or self.defines("export"):
-            _check_is_restored(config, values, owner)
+            _check_json_round_trip(config, values, owner)
         return config
 
 
-def _check_is_restored(config: Any, values: Mapping[str, Any], owner: str) -> None:
+def _check_json_round_trip(config: Any, values: Mapping[str, Any], owner: str) -> None:
     config_class = type(config)
     try:
         restored = config_class(**values) if dataclasses.is_dataclass(config_class) else values
     except TypeError as error:
-        raise ObjectiveError(f"{owner}: {config_class.__name__} cannot be made from its fields: {error}") from error
+        raise ObjectiveError(
+            f"{owner}: {config_class.__name__}(**fields) failed: {error}; make all fields arguments of the constructor"
+        ) from error
     for name in values:
+        if isinstance(config, Mapping) and name not in config:
+            raise ObjectiveError(f"{owner}: the key of {name!r} must be a text")
         before, after = ((c[name] if isinstance(c, Mapping) else getattr(c, name)) for c in (config, restored))
         if before != after:
-            raise ObjectiveError(
-                f"{owner}: {name!r} is {before!r}, but {after!r} after a conversion to JSON; return that"
-            )
+            raise ObjectiveError(f"{owner}: {name!r} is {before!r}, but its JSON value is {after!r}; return {after!r}")
 
 
 def is_coroutine_or_generator(function: Any) -> bool:

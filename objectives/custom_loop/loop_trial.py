@@ -184,8 +184,10 @@ class LoopTrial:
             raise MetricError(metric, f"is not reported; {hint}; or change the objective's metric")
         record = {_add_val_prefix(name): number for name, number in numbers.items()}
         if len(record) < len(numbers):
-            twice = next(name for name in numbers if f"val_{name}" in numbers)
-            raise ObjectiveError(f"trial.report: {twice!r} and 'val_{twice}' are the same metric; report one of them")
+            duplicate = next(name for name in numbers if f"val_{name}" in numbers)
+            raise ObjectiveError(
+                f"trial.report: {duplicate!r} and 'val_{duplicate}' are the same metric; report one of them"
+            )
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
         for name in self._run.objective.reported:
@@ -258,7 +260,7 @@ class LoopTrial:
             )
 
     def log_artifact(self, path: Path | str) -> None:
-        """Log a file to the trial's MLflow run. hpsearch sends the file when the trial ends.
+        """Log a file to the trial's MLflow run. hpsearch sends the file when the attempt ends.
 
         In its name, `_` replaces characters that MLflow does not support, such as `#`, `?` and `%`.
 
@@ -318,8 +320,9 @@ def to_python_scalars(tree: Any) -> Any:
 
 
 def _iterate_keys(tree: Any) -> Iterator[Any]:
+    """Iterate over the keys of all dictionaries in a tree, and over the parts of tuples among them."""
     if isinstance(tree, Mapping):
-        yield from tree
+        yield from (part for key in tree for _, part in leaves(key))
         tree = tuple(tree.values())
     if isinstance(tree, (tuple, list)):
         for value in tree:
@@ -336,8 +339,15 @@ def check_serializable(tree: Any, what: str) -> None:
         ObjectiveError: the state contains an object other than tensors and plain values; the message has its position
             and type.
     """
-    for name, value in (*leaves(tree, what), *((f"{what} key {key!r}", key) for key in _iterate_keys(tree))):
+    for name, value in leaves(tree, what):
         if not isinstance(value, Tensor) and type(value) not in _PLAIN_TYPES:
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
             raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")
+    for key in _iterate_keys(tree):
+        if type(key) not in _PLAIN_TYPES:
+            kind = type(key).__name__
+            raise ObjectiveError(
+                f"trial.report: a key in {what!r} is of type {kind}, which a checkpoint cannot store; use plain texts "
+                "and numbers as keys"
+            )

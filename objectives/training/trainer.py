@@ -308,7 +308,7 @@ class Trainer(BaseTrainer):
             error = run.resplit_evaluation.estimate_error(run.evaluate_rows)
             resplit_score = run.resplit_evaluation.score(best.get("value", math.nan), error)
         model = unwrap_model(run.strategy.gather_model(run.eval_model))
-        model.eval()  # returns None if the model's `train` does not return the model
+        model.eval()  # not chained: a custom `train` may return None
         return FitResult(
             **shared,
             model=model,

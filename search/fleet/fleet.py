@@ -83,7 +83,7 @@ class WorkerSlot:
         """Return the last error in the worker's log; if there is none, the last line of the log."""
         lines = read_last_lines(self.log)
         errors = [line for line in lines if " ERROR " in line or line.startswith("hpsearch:")]
-        return (errors or lines or ["its log is empty or was deleted"])[-1]
+        return (errors or lines or ["no message (its log is empty or deleted)"])[-1]
 
 
 class Fleet:

@@ -87,7 +87,9 @@ def _list_unsafe_parts(path: Path) -> Iterator[str]:
                 program = json.loads(reader.read_bytes(name))
                 yield from _list_unsafe_values(program)
                 paths = set(_list_attributes(program))
-                yield from (f"an attribute of the tensor {path!r}" for path in paths if _has_parent(path, paths))
+                yield from (
+                    f"the path {path!r}, whose parent is a tensor" for path in paths if _has_parent(path, paths)
+                )
             case ["data", "weights" | "constants", file] if file.endswith("_config.json"):
                 yield from _list_pickled_tensors(json.loads(reader.read_bytes(name)))
             case ["data", "weights" | "constants", file] if _TENSOR_FILE.fullmatch(file):
@@ -173,7 +175,7 @@ def _has_parent(path: str, paths: set[str]) -> bool:
 
 
 def _is_safe_attribute(path: str) -> bool:
-    """Return whether no part of the path is an attribute of all modules, such as a method, which torch would read."""
+    """Return whether no part of the path is an attribute that each GraphModule has, which torch would read instead."""
     parts = unicodedata.normalize("NFKC", path).split(".")  # as Python normalizes the names in code
     return _TEXT.fullmatch(path) is not None and _list_module_attributes().isdisjoint(parts)
 

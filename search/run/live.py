@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -45,7 +46,8 @@ _REDRAW_SECONDS = 0.9  # of the view, unless a trial has finished; drawing takes
 _BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a terminal
 _MIN_ROWS = 2  # a table with fewer rows is omitted
 _COURSE_WIDTH = 40  # in characters
-_WRITE_SECONDS = 1.0  # for which the search waits for its output
+_WRITE_SECONDS = 1.0  # maximum wait for the terminal or pipe
+_LAST_WRITE_SECONDS = 10.0  # the same at the end
 _RESERVED_LINES = 11  # lines of the view without workers, best trials and recent ends; the counts may wrap
 
 
@@ -76,7 +78,9 @@ class LiveView:
         self._ended = -1, -1  # numbers of ended and of paused trials
         self._is_outage = False
         self._is_output_closed = False
-        self._writing: threading.Thread | None = None
+        self._has_written = threading.Event()  # whether the last output is complete
+        self._has_written.set()
+        self._lines: list[str] = []  # of `print_line`, not yet printed
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -85,6 +89,7 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         if self._live:
+            self._has_written.wait(_LAST_WRITE_SECONDS)
             self._write(self._live.stop)
 
     def update(self, progress: Progress, *, is_outage: bool = False) -> None:
@@ -92,33 +97,40 @@ class LiveView:
         if is_outage and not self._is_outage:
             self.print_line("the database is unavailable; waiting for it")
         self._is_outage = is_outage
-        self._write(lambda: self._show(progress))
+        self._show(progress)
 
     def print_line(self, text: str) -> None:
         """Print a line above the view."""
-        self._write(lambda: self._console.print(text, style="yellow"))
+        self._lines.append(text)
+        self._write(lambda: None)
 
     def _write(self, write: Callable[[], object]) -> None:
         """Write to the output; return after a second if its terminal or pipe is not read, as after Ctrl-S."""
-        if self._writing is not None and self._writing.is_alive():
+        if not self._has_written.is_set():
             return
         errors = list[BaseException]()
+        self._has_written.clear()
 
         def try_to_write() -> None:
             try:
+                while self._lines:
+                    self._console.print(self._lines.pop(0), style="yellow")
                 write()
             except OSError:
                 self._is_output_closed = True
             except BaseException as error:
                 errors.append(error)
+            finally:
+                self._has_written.set()
 
         if isinstance(self._live, _NotebookCell):  # shows only what this thread displays
             try_to_write()
         else:
-            self._writing = threading.Thread(target=try_to_write, name="output", daemon=True)
-            with suppress(RuntimeError):  # no thread can be started
-                self._writing.start()
-                self._writing.join(_WRITE_SECONDS)
+            try:
+                start_new_thread(try_to_write, ())  # Thread.start waits forever for a thread that gets no memory
+            except RuntimeError:  # no thread can be started
+                self._has_written.set()
+            self._has_written.wait(_WRITE_SECONDS)
         if errors:
             raise errors[0]
 
@@ -133,7 +145,8 @@ class LiveView:
                 return
             self._printed_at = now
             self._read_trials(progress)
-            self._live.update(self.render(progress), refresh=True)
+            view, live = self.render(progress), self._live
+            self._write(lambda: live.update(view, refresh=True))
             return
         counts = "; ".join(filter(None, [format_counts(progress), self._format_best(progress)]))
         if progress.finished != self._finished:
@@ -142,7 +155,8 @@ class LiveView:
             wait = _CHANGED_SECONDS if counts != self._printed else _UNCHANGED_SECONDS
         if now - self._printed_at > wait:
             self._printed, self._printed_at, self._finished = counts, now, progress.finished
-            self._console.print(f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}")
+            line = f"{counts}; {format_rate(self._epochs_per_second, self._eta(progress))}"
+            self._write(lambda: self._console.print(line))
 
     def _read_trials(self, progress: Progress) -> None:
         """Read the best trials and the recent ends again after a trial has ended or paused."""

@@ -90,7 +90,9 @@ def run_search(  # noqa: PLR0913 keywords
         run_test: function that runs the smoke test.
 
     Raises:
-        SearchError: the study was already stopped, it was deleted during the run, or its database became unavailable.
+        SearchError: the study was already stopped, or it was deleted during the run.
+        ServiceUnavailableError: the database became unavailable.
+        KeyboardInterrupt: a signal interrupted the run, and the database is unavailable.
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service is unusable.
     """

@@ -130,7 +130,7 @@ class Attempt:
         if result.status != "stopped":
             return self._finish(result)
         assert self._session is not None
-        for path in self._session.files:  # of the loop, before the next attempt removes its folder
+        for path in dict.fromkeys(self._session.files):  # the next attempt removes the folder with them
             self._tracked.log_file(path)
         if isinstance(rank := result.verdict.reason, RungRank):  # the report at the rung has ended the attempt
             self._tracked.leave_open()

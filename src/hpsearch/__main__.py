@@ -9,13 +9,15 @@ import signal
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
-_HANDLING_SECONDS = 3.0  # within which the main thread handles a signal, except while it waits in C code
+_HANDLING_SECONDS = 3.0  # after which a signal counts as not handled
+_MAX_SIGNALS = 4096  # read at once
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
         if is_handled:
             sys.unraisablehook = _repeat_lost_interrupt
             signal.signal(signal.SIGINT, interrupt)
-        _exit_on_signals_in_c_code()
+        _start_signal_watchdog()
         run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
@@ -80,32 +82,32 @@ def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:
 _last_handled: dict[int, float] = {}  # time of the last call of a handler
 
 
-def _exit_on_signals_in_c_code() -> None:
-    """Let a thread end this process if the main thread does not handle SIGINT or SIGTERM, with the current handlers.
+def _start_signal_watchdog() -> None:
+    """Start a thread that ends this process if the main thread does not run the current handler of a signal in time.
 
     Python calls handlers only between instructions of the main thread. libpq, for example, does not return to Python
     while a server is frozen or a table is locked.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
-        while received := os.read(read_end, 1):
-            number, since = signal.Signals(received[0]), time.monotonic() - 1.0
-            if number not in handlers or signal.getsignal(number) != handlers[number]:
-                continue
+        while received := set(os.read(read_end, _MAX_SIGNALS)):
+            received_at = time.monotonic() - 1.0  # the thread may have read the signal late
             time.sleep(_HANDLING_SECONDS)
-            if _last_handled.get(number, 0.0) > since or signal.getsignal(number) != handlers[number]:
-                continue
-            if number == signal.SIGTERM and callable(terminate := handlers[number]):
-                terminate(number, None)
-            _exit_interrupted()
+            for number in received & handlers.keys():
+                is_handled = _last_handled.get(number, 0.0) > received_at
+                if is_handled or signal.getsignal(number) != handlers[number]:
+                    continue
+                if number == signal.SIGTERM and callable(terminate := handlers[number]):
+                    terminate(number, None)
+                _exit_interrupted()
 
-    with contextlib.suppress(RuntimeError):  # no thread can be started
-        threading.Thread(target=watch, name="signals in C code", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # without the thread, a signal waits for the end of the C code
+        start_new_thread(watch, ())  # Thread.start waits forever for a thread that gets no memory
 
 
 def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:

@@ -29,7 +29,14 @@ from hpsearch.storage.backup.dumps import count_rows, find_programs, open_sessio
 from hpsearch.storage.backup.mlflow_tables import create_mlflow_tables, list_mlflow_tables, upgrade_mlflow
 from hpsearch.storage.backup.rows import find_other_relations, restore_rows
 from hpsearch.storage.checkpoints.store import is_checkpoint_path
-from hpsearch.storage.database.migrate import MIGRATIONS, create_tables, list_revisions, migrate, protect_schema
+from hpsearch.storage.database.migrate import (
+    MIGRATIONS,
+    check_foreign_code,
+    create_tables,
+    list_revisions,
+    migrate,
+    protect_schema,
+)
 from hpsearch.storage.database.schema import (
     ALEMBIC_TABLE,
     OPTUNA_REVISION,
@@ -190,7 +197,7 @@ def _open_empty_services(
         if manifest.files and locations.artifacts_folder is None:
             raise StorageError(f"--artifacts {artifacts!r} is not a local folder; give a local artifact folder")
         for database in filter(None, (locations.studies, locations.mlflow)):
-            protect_schema(*database)  # `migrate` repeats the warnings that remain
+            check_foreign_code(*database)
         _check_empty(locations, manifest)
         yield locations, held
 
@@ -239,6 +246,9 @@ def _restore_all(
     unpacked: UnpackedArchive, locations: backup.Locations, programs: Binaries, progress: OnProgress
 ) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
     """Restore files, then databases; return `external_checkpoints` and `unsent_studies` of the `RestoreResult`."""
+    for database in filter(None, (locations.studies, locations.mlflow)):
+        for warning in protect_schema(*database):
+            progress(f"warning: {warning}")
     with _open_cursors(locations) as cursors:
         marks = [cursor is None or _is_partial_restore(cursor) for cursor in cursors]
         for cursor in filter(None, cursors):

@@ -13,7 +13,7 @@ from hpsearch.storage.database.connect import make_engine, open_cursor, read_rev
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.roles import OWNER, find_shared_grantees, grant_workers, warn_if_public_can_connect
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.database.schema_privileges import revoke_create_privileges
+from hpsearch.storage.database.schema_privileges import find_foreign_code, revoke_create_privileges
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url
 
@@ -55,16 +55,28 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Coll
         return [*warnings, *map(_describe_lost_access, lost), *warn_if_public_can_connect(cursor)]
 
 
-def protect_schema(url: str, setting: str) -> list[str]:
-    """Withdraw the privilege to create functions in the schema from other users, and check that none own functions.
+def check_foreign_code(url: str, setting: str) -> None:
+    """Reject functions and operators of other users in the schema; change nothing.
 
-    Call it before any statement of the owner that could use a function or an operator of another user.
+    Call it before any statement of the owner that could use them.
+
+    Raises:
+        StorageError: the database cannot be reached, or other users own functions or operators in the schema.
+    """
+    with _migration_transaction(url, setting) as cursor:
+        errors = find_foreign_code(cursor)
+    if errors:
+        raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
+
+
+def protect_schema(url: str, setting: str) -> list[str]:
+    """Withdraw the privilege to create in the schema from other users, and reject their functions and operators.
 
     Returns:
         Warnings, with the remedy.
 
     Raises:
-        StorageError: the database cannot be reached, or other users own functions in the schema.
+        StorageError: the database cannot be reached, or other users own functions or operators in the schema.
     """
     with _migration_transaction(url, setting) as cursor:
         errors, warnings = revoke_create_privileges(cursor)

@@ -200,7 +200,7 @@ def warn_if_public_can_connect(cursor: Any) -> list[str]:
 
 @contextmanager
 def _open_admin_cursor(url: str, setting: str, *, autocommit: bool = False) -> Iterator[Any]:
-    """Yield a cursor whose statements use no functions and operators of other users, which would run as the admin."""
+    """Yield a cursor that resolves names only in `pg_catalog`, so no function of another user runs as the admin."""
     with open_cursor(url, application_name="hpsearch-bootstrap", setting=setting, autocommit=autocommit) as cursor:
         cursor.execute("SET search_path = pg_catalog")
         yield cursor

@@ -39,17 +39,32 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
                 f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create functions in the schema "
                 f"{schema}, which could run as the owner of the tables; run as a superuser: {statement}"
             )
-    errors = []
-    if code := _find_foreign_objects(cursor, schemas, _CODE):
-        errors.append(
-            f"other users own functions or operators in the schema of the tables, which could run as the owner: "
-            f"{_shorten(code)}; as their owner or a superuser, drop them or move them to another schema"
-        )
+    errors = _describe_foreign_code(cursor, schemas)
     if tables := _find_foreign_objects(cursor, schemas, _TABLES):
         warnings.append(
             f"other users own tables in the schema of the studies: {_shorten(tables)}; check their triggers"
         )
     return errors, warnings
+
+
+def find_foreign_code(cursor: Any) -> list[str]:
+    """Return an error, with the remedy, if other users own functions or operators in the schema; change nothing.
+
+    The transaction must end afterwards: its search path lacks the schema.
+    """
+    cursor.execute("SELECT current_schemas(false)::text[]")
+    (schemas,) = cursor.fetchone()
+    cursor.execute("SET LOCAL search_path = pg_catalog")
+    return _describe_foreign_code(cursor, schemas)
+
+
+def _describe_foreign_code(cursor: Any, schemas: list[str]) -> list[str]:
+    if not (code := _find_foreign_objects(cursor, schemas, _CODE)):
+        return []
+    return [
+        f"other users own functions or operators in the schema of the tables, which could run as the owner: "
+        f"{_shorten(code)}; as their owner or a superuser, drop them or move them to another schema"
+    ]
 
 
 def _shorten(objects: list[str]) -> str:

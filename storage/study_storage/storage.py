@@ -436,8 +436,8 @@ class PostgresStorage(BaseStorage):
                 statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
                 raise_if_not_writable(self._database.fetch_rows(statement, {"trial_id": trial_id}), trial_id)
             raise ValueError(
-                f"parameter {name!r} has another search space than in earlier trials ({error}); restore it, or use "
-                "another study; a Python set has no fixed order"
+                f"the search space of parameter {name!r} differs from that of earlier trials ({error}); restore the "
+                "earlier one, or start a new study; do not make choices from a Python set, whose order changes"
             ) from error
 
     def _get_distribution(self, study_id: int, name: str) -> BaseDistribution | None:

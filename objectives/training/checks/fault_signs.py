@@ -135,7 +135,7 @@ class FaultFinder:
             return ""
         return (
             f"the loss depends on a parameter outside of the model (shape {foreign[0]}), which would not be trained or "
-            "saved; make its module a part of the model, or compute it with torch.no_grad()"
+            "saved; make its module a part of the model, or freeze it by requires_grad_(False)"
         )
 
     @torch.no_grad()

@@ -110,7 +110,7 @@ def as_tree(values: Any, name: str) -> Tree:
 
 def _to_tensor(values: Any) -> Tensor:
     if np.ma.is_masked(values):
-        raise ObjectiveError("the data have a masked array; replace the masked values, such as by x.filled(0)")
+        raise ObjectiveError("the data have masked values; replace them, for example by x.filled(0)")
     if hasattr(values, "toarray"):
         raise ObjectiveError(f"the data have a sparse {type(values).__name__}; pass x.toarray()")
     array = np.asarray(values)

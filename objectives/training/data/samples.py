@@ -107,7 +107,9 @@ def as_target(tensor: Tensor) -> Tensor:
         ObjectiveError: the numbers are complex.
     """
     if tensor.is_complex():
-        raise ObjectiveError("the data have complex numbers; pass their parts, such as torch.view_as_real(x)")
+        raise ObjectiveError(
+            "the data have complex numbers; pass real and imaginary parts, such as torch.view_as_real(x)"
+        )
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 

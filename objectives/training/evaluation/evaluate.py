@@ -98,12 +98,14 @@ def evaluate(  # noqa: PLR0913 options by keyword
         metrics.reset()
         sums, cut = RunningMeans(device), None if halves is None else halves.first_half_size
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
-            versions = [tensor._version for _, tensor in tensors(batch.x)]
+            # In-memory data: on a CPU, the batch is a view of them.
+            inputs = [x for _, x in tensors(batch.x) if not x.is_inference()] if dataset.in_memory else []
+            versions = [x._version for x in inputs]
             found = stepping(model, batch, nullcontext())
-            if versions != [tensor._version for _, tensor in tensors(batch.x)]:  # such as x -= mean
+            if versions != [x._version for x in inputs]:
                 raise ObjectiveError(
-                    "the model changes its input in place, and so the validation data; make a new tensor, such as by "
-                    "x = x - mean"
+                    "the model or step() changes its input in place, which changes the validation data; create a new "
+                    "tensor, for example x = x - mean"
                 )
             sums.add(found, len(rows))
             if rows and found.outputs is not None:
@@ -156,23 +158,23 @@ class RunningMeans:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
         self.weight: Tensor | float = 0
-        self._is_begun = False
+        self._has_batches = False
 
     def add(self, step: Step, size: int) -> None:
         """Add the result of a batch of `size` samples; if `size` is 0, add only the metric names.
 
         Raises:
-            ObjectiveError: the batch has other metrics than the batches before.
+            ObjectiveError: the metric names differ from those of earlier batches.
         """
         if not size:
             self._sums = {**{name: torch.zeros_like(self._loss) for name in step.metrics}, **self._sums}
             return
-        if self._is_begun and (partial := self._sums.keys() ^ step.metrics.keys()):
+        if self._has_batches and (partial := self._sums.keys() ^ step.metrics.keys()):
             raise ObjectiveError(
-                f"step() returns the metric {min(partial)!r} for some batches only, so its mean is unknown; "
+                f"step() returns the metric {min(partial)!r} only for some batches, so its mean is undefined; "
                 "return it for each batch, or compute it in metrics() or evaluate()"
             )
-        self._is_begun = True
+        self._has_batches = True
         weight = size if step.weight is None else step.weight
         self._loss += step.loss.detach() * weight
         for name, value in step.metrics.items():
@@ -194,7 +196,7 @@ class RunningMeans:
         """Restore the result of `state_dict`."""
         state = to_device(state, self._device)
         self._loss, self._sums, self.weight = state["loss"], state["sums"], state["weight"]
-        self._is_begun = bool(self._sums)
+        self._has_batches = bool(self._sums)
 
 
 def iterate_batches(

@@ -31,7 +31,7 @@ class RunningMetrics:
         self._rows = self._bytes = 0
         self._has_outputs = False  # metrics cannot be computed without outputs
         self._measured: RunningMeans | None = None  # metrics that the steps return
-        with torch.inference_mode():
+        with torch.no_grad():
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
@@ -62,7 +62,7 @@ class RunningMetrics:
         measured.pop("loss", None)
         if not self._has_outputs and self._ranks.is_single_process:  # another rank may have outputs
             return measured
-        with torch.inference_mode():
+        with torch.no_grad():
             return {**measured, **self._metrics.compute()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class RunningMetrics:
         elif outputs:
             self._update(torch.cat(outputs), torch.cat(targets))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _update(self, outputs: Any, targets: Any) -> None:
         self._metrics.update(outputs, targets)
 

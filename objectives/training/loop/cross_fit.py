@@ -92,7 +92,7 @@ class CrossFit:
         for half, value in zip(self._halves, values, strict=True):
             half.value = value
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def update_selection(self, epoch: int) -> None:
         """Update the selected epoch of each half after the validation of `epoch`."""
         try:

@@ -112,7 +112,7 @@ def bind_export(objective: Objective, config: TrainConfig) -> Callable[[nn.Modul
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
             raise ObjectiveError(f"{owner} must return a module and its example inputs, not {type(found).__name__}")
         module, x = found
-        module.eval()  # returns None if its `train` does not return the module
+        module.eval()  # not chained: a custom `train` may return None
         wrapped, parts = make_exportable(module, bind_forward(module, x), x)
         if not parts or any(part.ndim < 1 or len(part) < 2 for _, part in parts):
             raise ObjectiveError(f"{owner} must return inputs with at least two samples")

@@ -93,7 +93,7 @@ _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "diff.autoRefre
 
 def _call_git(folder: Path, *arguments: str, settings: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     options = [option for setting in (*_SAFE, *settings) for option in ("-c", setting)]
-    # Only a protocol is allowed for which no alias in the settings of the repository can be a helper.
+    # A random name of a protocol: a repository cannot define an alias that acts as its remote helper.
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
     command = ("git", "--no-optional-locks", *options, "-C", str(folder), *arguments)
     return subprocess.run(

@@ -258,7 +258,7 @@ def _reporting(*reports, outside=False):
         ),
         (
             _reporting(({"distance": 1.0}, {"a": {np.int64(3): 1}})),
-            r"'state key np.int64\(3\)' is a int64, which a checkpoint",
+            "a key in 'state' is of type int64, which a checkpoint",
         ),
         (
             _reporting(({"distance": 1.0, "val_distance": 2.0}, None)),
@@ -266,11 +266,11 @@ def _reporting(*reports, outside=False):
         ),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: {"widths": (4, 3)}}),
-            r"Odd.suggest: 'widths' is \(4, 3\), but \[4, 3\] after a conversion to JSON; return that",
+            r"Odd.suggest: 'widths' is \(4, 3\), but its JSON value is \[4, 3\]; return \[4, 3\]",
         ),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: WithoutAllFields()}),
-            r"Odd.suggest: WithoutAllFields cannot be made from its fields: .*'warm'",
+            r"Odd.suggest: WithoutAllFields\(\*\*fields\) failed: .*'warm'",
         ),
         (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
         (

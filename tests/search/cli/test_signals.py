@@ -51,4 +51,4 @@ def test_a_statement_that_a_timeout_of_the_server_cancels_is_no_mistake_of_the_u
     assert error.startswith("hpsearch: the database cancelled a statement (canceling statement due to lock timeout"), (
         error
     )
-    assert error.endswith("repeat the command, or raise the timeout in the server's settings\n")
+    assert error.endswith("repeat the command, or raise statement_timeout or lock_timeout of the server\n")

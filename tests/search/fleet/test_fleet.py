@@ -60,7 +60,7 @@ def test_a_fleet_stops_early_if_an_objective_kills_its_workers(fleet: Fleet) -> 
     assert fleet.slots[0].exit_code == -6
     log = fleet.slots[0].log
     log.unlink()
-    assert fleet.gave_up == (f"worker 0 gave up (exit code -6): its log is empty or was deleted; log: {log}",)
+    assert fleet.gave_up == (f"worker 0 gave up (exit code -6): no message (its log is empty or deleted); log: {log}",)
 
 
 def test_a_completed_trial_resets_the_count_of_worker_deaths(fleet: Fleet) -> None:

@@ -231,7 +231,7 @@ def test_an_incompatible_distribution_is_rejected_at_once(
         storage.set_trial_param(owned, "x", 1, KIND)
     with storage.batch_writes(owned):
         storage.set_trial_param(owned, "kind", 1, KIND)
-    with pytest.raises(ValueError, match=r"parameter 'kind' has another search space.*dynamic value space"):
+    with pytest.raises(ValueError, match=r"the search space of parameter 'kind' differs.*dynamic value space"):
         storage.set_trial_param(owned, "kind", 0, CategoricalDistribution(("b", "a")))
     with pytest.raises(ValueError, match="different distribution kind"):
         storage.import_trials(study_id, [create_trial(value=1, params={"x": "a"}, distributions={"x": KIND})])

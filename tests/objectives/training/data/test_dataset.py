@@ -269,7 +269,7 @@ def test_groups_and_times_are_mutually_exclusive():
     ("x", "fault"),
     [
         (torch.ones(3, 2, dtype=torch.complex64), "the data have complex numbers"),
-        (np.ma.masked_greater(np.arange(6.0).reshape(3, 2), 4.0), "the data have a masked array"),
+        (np.ma.masked_greater(np.arange(6.0).reshape(3, 2), 4.0), "the data have masked values"),
         (scipy.sparse.eye(3, format="csr"), "the data have a sparse csr_matrix"),
     ],
 )
