@@ -61,6 +61,31 @@ class InPlace(nn.Linear):
         return super().forward(x)
 
 
+class AddsAnEntry(nn.Module):
+    """A model that changes the dictionary of its inputs, which is new for each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(13, 3)
+
+    def forward(self, batch):
+        batch["scaled"] = batch["x"] / 10
+        return self.linear(batch["scaled"])
+
+
+class DictWine(Wine):
+    def data(self, seed):
+        splits = super().data(seed)
+        return Splits.make({"x": splits.train.x}, splits.train.y, seed=seed)
+
+    def model(self, config, train):
+        return AddsAnEntry()
+
+
+def test_a_model_may_add_an_entry_to_the_dictionary_of_its_inputs():
+    assert fit(DictWine(), epochs=1).status == "completed"
+
+
 class Cached(nn.Linear):
     """A model that makes a tensor in its first pass, which is that of an evaluation, and uses it in training."""
 
