@@ -47,7 +47,7 @@ _BEST_ROWS, _END_ROWS = 5, 8  # maximum of best trials and of recent ends on a t
 _MIN_ROWS = 2  # a table with fewer rows is omitted
 _COURSE_WIDTH = 40  # in characters
 _WRITE_SECONDS = 1.0  # maximum wait for the terminal or pipe
-_LAST_WRITE_SECONDS = 10.0  # the same at the end
+_LAST_WRITE_SECONDS = 10.0  # maximum wait for them at the end of the view
 _RESERVED_LINES = 11  # lines of the view without workers, best trials and recent ends; the counts may wrap
 
 
@@ -118,7 +118,7 @@ class LiveView:
                 write()
             except OSError:
                 self._is_output_closed = True
-            except BaseException as error:
+            except BaseException as error:  # the calling thread raises it
                 errors.append(error)
             finally:
                 self._has_written.set()
