@@ -50,6 +50,7 @@ OBJECTIVES = {
     "denoise": "benchmarks.one_split:OneDenoise",
     "gan": "benchmarks.one_split:OneGan",
     "series": "benchmarks.one_split:OneSeries",
+    "shifted_digits": "benchmarks.one_split:OneShiftedDigits",
 }
 EPOCHS = 27
 BASELINE = "hpsearch tpe + median"

@@ -33,7 +33,7 @@ from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError,
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
 EXIT_UNAVAILABLE = 1  # a service is unavailable, or an internal error: a retry may succeed
 EXIT_USER_ERROR = 2  # a setting is wrong
-EXIT_GAVE_UP = 3  # worker: every trial of the objective fails
+EXIT_GAVE_UP = 3  # worker: every trial fails, or the last ones fail with the same error
 EXIT_INTERRUPTED = 128 + 2  # Ctrl-C
 EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 

@@ -25,6 +25,7 @@ LEAKS = "hpsearch:leaks"  # signs of leakage in the data: a description by kind
 # Attributes of a study or a trial.
 RUN_ID = "hpsearch:mlflow_run_id"  # study: the parent run; trial: the trial's run
 RUN_URL = "hpsearch:mlflow_url"
+DATA_SHA256 = "hpsearch:data_sha256"  # study: hash of the data at its creation; trial: of its data, if it differs
 
 # Attributes of a trial.
 ORIGIN = "hpsearch:origin"  # enqueued trials: "default", or the file and the line of the parameters

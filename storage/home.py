@@ -16,6 +16,7 @@ STATE_FILE = "stack.json"  # in the home folder, written by storage.embedded
 # umask. A umask for the whole process would also change the files of the user's code, and those on shared volumes.
 # None has the name of a system folder, which would become private if someone gives / or /var as the home.
 FOLDERS = ("artifacts", "checkpoints", "logs", "mlflow-tmp", "outbox", "prepared", "reports", "runs", "wandb")
+STUDY_FOLDERS = ("logs", "outbox", "runs")  # have a folder for each study
 _REMEDY = f"set {HOME_VARIABLE} to a folder that you may write to"
 
 

@@ -31,6 +31,8 @@ from hpsearch.objectives.training.serving_module import build_example
 from hpsearch.objectives.training.session import MidEpochAction, Session, Verdict
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hpsearch.objectives.objective import Objective
 
 
@@ -275,8 +277,14 @@ class Trainer(BaseTrainer):
         return self._open(run.curve, resolved, run.git_diff, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
-        with wrap_user_errors(f"{type(self.objective).__name__}.on_epoch"):
+        owner, before = f"{type(self.objective).__name__}.on_epoch", _list_tensor_names(run.model)
+        with wrap_user_errors(owner):
             self.objective.on_epoch(run.model, epoch, self.plan.get_config(epoch) or self.config)
+        if changed := before ^ _list_tensor_names(run.model):
+            raise ObjectiveError(
+                f"{owner} added or removed the parameter or buffer {min(changed)!r}, and checkpoints would not fit the "
+                "model; create all of them in model(), and change only their values or requires_grad in on_epoch"
+            )
 
     def _report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the session, then write its record."""
@@ -331,3 +339,7 @@ def _require_finite(numbers: Mapping[str, float], loss: float, run: Run, epoch: 
             raise NonFiniteError(f"{name} is {value}", epoch=epoch, val_loss=loss)
         lr = float(run.optimizer.param_groups[0]["lr"])
         raise NonFiniteError(f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=lr)
+
+
+def _list_tensor_names(model: nn.Module) -> set[str]:
+    return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}

@@ -147,7 +147,7 @@ def promote(
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import format_command
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.finalists.text import format_leaks
+    from hpsearch.search.finalists.text import format_data_warnings
     from hpsearch.search.promotion.promote import resolve_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
@@ -171,7 +171,7 @@ def promote(
         echo("the MLflow run of the trial had no model; the model was created from the best checkpoint")
     if done.old_version is not None:
         echo(f"version {done.old_version} had the alias {done.alias} and is now models:/{done.model}@{done.old_alias}")
-    for line in format_leaks(study._stored):
+    for line in format_data_warnings(study._stored):
         echo(line)
     if done.unconfirmed_reason:
         echo(f"version {done.version} is marked as unconfirmed: {done.unconfirmed_reason}")

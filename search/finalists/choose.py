@@ -28,6 +28,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
     CONFIG_SCHEDULE,
+    DATA_SHA256,
     FOLDER_NAME,
     LEAKS,
     PARENT_TRIAL,
@@ -113,7 +114,10 @@ def check_generated(study: StoredStudy, made: StoredStudy) -> None:
             )
 
 
-_SHARED = (SOURCE_SHA256, LEAKS, RESTORED, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL)  # attributes as in the search
+_SHARED = (  # attributes as in the search
+    *(SOURCE_SHA256, DATA_SHA256, LEAKS, RESTORED),
+    *(CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL),
+)
 
 
 def _make_attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:

@@ -11,17 +11,18 @@ from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import sort_best_first
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import LEAKS
+from hpsearch.storage.attributes import DATA_SHA256, LEAKS
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
 _MIN_SHOWN_BIAS = 5e-5  # a smaller bias is 0.0000 in four digits
+_MAX_LISTED = 5  # trials
 _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # words that differ from the verdict
 
 
 def format_confirmation(study: StoredStudy) -> list[str]:
-    """Return lines about leaks in the data, the finalists and the test evaluation; empty if there are none."""
+    """Return warnings of the data, and lines about the finalists and the test evaluation; empty if there are none."""
     effective, newest = read_finalists(study), find_newest_set(study)
-    lines = format_leaks(study)
+    lines = format_data_warnings(study)
     lines += [] if effective is None else format_finalists(study, effective)
     if effective is not None and newest is not None and newest.spec.name != effective.study:
         lines.append(f"new set, {newest.spec.name}: {format_finalists(study, tabulate_finalists(study, newest))[0]}")
@@ -29,9 +30,23 @@ def format_confirmation(study: StoredStudy) -> list[str]:
     return lines if evaluation is None else [*lines, format_test_result(study, evaluation, effective)]
 
 
-def format_leaks(study: StoredStudy) -> list[str]:
-    """Return a warning for each sign of leakage that was found when the study was created."""
-    return [f"warning: {leak}" for leak in study.attrs.get(LEAKS, {}).values()]
+def format_data_warnings(study: StoredStudy) -> list[str]:
+    """Return the lines of `list_data_warnings` for a terminal."""
+    return [f"warning: {warning}" for warning in list_data_warnings(study)]
+
+
+def list_data_warnings(study: StoredStudy) -> list[str]:
+    """Return the signs of leakage when the study was created, and a warning of trials that had other data."""
+    warnings = [str(leak) for leak in study.attrs.get(LEAKS, {}).values()]
+    changed = [str(trial.number) for trial in study.trials() if DATA_SHA256 in trial.user_attrs]
+    if changed:
+        trials = "trial" if len(changed) == 1 else "trials"
+        listed = ", ".join(changed[:_MAX_LISTED]) + (" and others" if len(changed) > _MAX_LISTED else "")
+        warnings.append(
+            f"the data of {trials} {listed} differed from those of the study's creation, so the values are not "
+            "comparable: files have changed or differ between machines, or data() returns other samples in each process"
+        )
+    return warnings
 
 
 def compute_search_bias(study: StoredStudy, row: FinalistRow) -> float | None:

@@ -223,11 +223,20 @@ def _make_record(test: TestEvaluation) -> dict[str, Any]:
     return {"scores": test.scores, "opened_at": test.opened_at.isoformat(), "opened_by": test.opened_by}
 
 
+class _LoaderWithoutAliases(yaml.SafeLoader):
+    """Loader that rejects aliases: nested ones could fill the memory, and hpsearch writes none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it contains aliases")
+        return super().compose_node(parent, index)
+
+
 def _read_resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     """Return the run's `config.yaml`: configuration, seeds, data, environment; an empty dictionary if unavailable."""
     try:
         with read_artifact(client, run_id, "config.yaml") as file:
-            found = yaml.safe_load(file)
+            found = yaml.load(file, Loader=_LoaderWithoutAliases)  # noqa: S506 it is a SafeLoader
     except Exception as error:  # a missing file or server must not prevent the promotion
         log.warning("MLflow run %s: config.yaml cannot be read: %s", run_id, describe_error(error))
         return {}

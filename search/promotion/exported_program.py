@@ -126,6 +126,8 @@ def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
         is_node = {"target", "inputs", "metadata"} <= value.keys()
         if is_node and not _is_safe_operator(value["target"]):
             yield f"the operator {value['target'][:80]!r}"
+        if _is_named_self(value):
+            yield "a value with the name of the module in torch's code"
         for name, item in value.items():
             if not _NAME.fullmatch(name) or _IMPORTS.search(name):
                 yield f"the name {name[:80]!r}"
@@ -139,6 +141,12 @@ def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
             yield from _list_unsafe_values(item, key)
     elif isinstance(value, str) and not _is_safe_text(value, key):
         yield f"{key} {value[:80]!r}"
+
+
+def _is_named_self(value: dict[str, Any]) -> bool:
+    """Return whether a JSON object is a value of the program named `self`; arguments of operators may be."""
+    names = [value.get("as_name"), None if "arg" in value else value.get("name")]
+    return any(isinstance(name, str) and unicodedata.normalize("NFKC", name) == "self" for name in names)
 
 
 def _is_safe_text(text: str, key: str) -> bool:

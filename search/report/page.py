@@ -20,6 +20,7 @@ from hpsearch.search.finalists.text import (
     format_run_values,
     format_test_result,
     format_verdict,
+    list_data_warnings,
     rank_finalists,
 )
 from hpsearch.search.finalists.winner import COVERAGE
@@ -57,7 +58,7 @@ from hpsearch.search.study.promotions import list_promotions
 from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
-from hpsearch.storage.attributes import CONFIG_SCHEDULE, LEAKS, PRUNING, RUN_URL, SMOKE_TEST
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, PRUNING, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -166,7 +167,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         mlflow_url=find_link(study.attrs.get(RUN_URL)),
         dashboard_url=get_study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE_TEST),
-        leaks=list(study.attrs.get(LEAKS, {}).values()),
+        data_warnings=list_data_warnings(study),
         made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,12 @@ from hpsearch.search.finalists.choose import (
 )
 from hpsearch.search.finalists.refit import Refit, format_refit, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate_finalists
-from hpsearch.search.finalists.text import finalist_table, format_finalists, format_leaks, format_test_result
+from hpsearch.search.finalists.text import (
+    finalist_table,
+    format_data_warnings,
+    format_finalists,
+    format_test_result,
+)
 from hpsearch.search.report.show import format_last_failure
 from hpsearch.search.run.fleet import (
     check_not_stopped,
@@ -212,7 +217,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     report = publish_report(console, companion.services, study)
     console.print()
     console.print(finalist_table(study, found))
-    for line in [*format_leaks(study), *format_finalists(study, found)]:
+    for line in [*format_data_warnings(study), *format_finalists(study, found)]:
         console.print(line)
     if url := study.attrs.get(RUN_URL):
         console.print(f"MLflow, study: {url}")

@@ -75,8 +75,8 @@ def supervise_services(home: Path) -> Iterator[threading.Event]:
 
 
 def _restart_all(home: Path) -> None:
-    """Restart dead services and wait until they answer: after the search, its records are sent to MLflow."""
-    if "dead" in {service.state for service in stack.read_status(home)}:
+    """Restart dead services, and wait until all answer: after the search, its records are sent to MLflow."""
+    if {"dead", "starting"} & {service.state for service in stack.read_status(home)}:
         stack.up(home, dashboard=DASHBOARD_COMMAND)
 
 

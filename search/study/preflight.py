@@ -36,7 +36,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import check_parameters, derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import BOUNDS, LEAKS, RUN_ID, SMOKE_TEST, VAL_SAMPLES
+from hpsearch.storage.attributes import BOUNDS, DATA_SHA256, LEAKS, RUN_ID, SMOKE_TEST, VAL_SAMPLES
 from hpsearch.storage.mlflow.client import Tracking
 
 _SECONDS = 60.0  # CPU time; a large model may be undecided by then
@@ -106,9 +106,11 @@ def inspect_objective(objective: BaseObjective, spec: StudySpec) -> dict[str, An
     attrs: dict[str, Any] = {}
     if isinstance(objective, Objective):  # a custom training loop has its own data
         splits, split_hash = prepare_splits(objective, spec.seed)
-        folds = [splits] if spec.folds is None else prepare_folds(objective, spec.seed, spec.folds)[0]
-        val_samples = sum(len(fold.val) for fold in folds)
-        attrs = {LEAKS: find_data_leaks(objective, splits, split_hash), VAL_SAMPLES: val_samples}
+        leaks = find_data_leaks(objective, splits, split_hash)
+        folds = [splits]
+        if spec.folds is not None:
+            folds, split_hash = prepare_folds(objective, spec.seed, spec.folds)
+        attrs = {LEAKS: leaks, VAL_SAMPLES: sum(len(fold.val) for fold in folds), DATA_SHA256: split_hash}
     if (bounds := read_declared_bounds(objective, spec)) is not None:
         attrs[BOUNDS] = bounds
     return attrs

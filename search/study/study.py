@@ -25,6 +25,7 @@ from hpsearch.search.study.ranking import find_pareto_front, rank_trials
 from hpsearch.search.study.trust import Code, check_source, record_trust
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
+    DATA_SHA256,
     DEVICES,
     FOLDER_NAME,
     LEAKS,
@@ -44,6 +45,7 @@ from hpsearch.storage.trials.early_stop import EarlyStop
 from hpsearch.storage.trials.history import has_other_owner, read_finalist_studies
 
 _TYPE_BY_ATTRIBUTE = {
+    DATA_SHA256: str,
     LEAKS: dict,
     RUN_ID: str,
     VAL_SAMPLES: int,

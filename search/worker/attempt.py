@@ -19,7 +19,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.reproducibility.seeds import keep_torch_defaults
-from hpsearch.objectives.training.result import RunResult
+from hpsearch.objectives.training.result import FitResult, RunResult
 from hpsearch.search.console import pluralize
 from hpsearch.search.process import end_if_forked
 from hpsearch.search.pruners.study_pruner import Decision
@@ -32,6 +32,7 @@ from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.rank_jobs import Job, fit_on_all_ranks
 from hpsearch.search.worker.trial_session import TrialSession, measure_violations
 from hpsearch.storage.attributes import (
+    DATA_SHA256,
     FOLDS_ERROR,
     INFEASIBLE,
     PRUNING,
@@ -177,25 +178,28 @@ class Attempt:
         session.keep_best()
         with self._context.watchdog.limit("publishing the results"):
             kept = self._tracked.publish(result, session.files)
-        throughput = summarize_throughput([record.metrics for record in result.history])
         spec = self._context.spec
+        common = {
+            **summarize_throughput([record.metrics for record in result.history]),
+            **self._note_changed_data(result),
+        }
         if isinstance(decision := result.verdict.reason, Decision):
             record = decision.to_record()
             self._tracked.tag_pruning(record)
             last = spec.select_metrics(result.history[-1].metrics)
-            value, attrs = session.last_value, {PRUNING: record, **throughput}
+            value, attrs = session.last_value, {PRUNING: record, **common}
             end = self._end(Outcome.PRUNED, decision.reason, value=value, attrs=attrs, kept=kept, metrics=last)
         else:
-            value, attrs = result.best_value, throughput
+            value, attrs = result.best_value, common
             reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
             if result.resplit_score is not None:
                 value, reason = result.resplit_score.value, f"{result.resplit_score.describe(spec.metric)}; {reason}"
-                attrs = {**throughput, RESPLIT_SCORE: result.resplit_score.to_record()}
+                attrs = {**common, RESPLIT_SCORE: result.resplit_score.to_record()}
             elif spec.folds is not None:
-                attrs = {**throughput, FOLDS_ERROR: result.best_metrics[f"val_{spec.metric}_se"]}
+                attrs = {**common, FOLDS_ERROR: result.best_metrics[f"val_{spec.metric}_se"]}
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
-                attrs = {**throughput, REFIT: {"train_loss": loss}}
+                attrs = {**common, REFIT: {"train_loss": loss}}
                 reason = f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and val"
             best = {**spec.select_metrics(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.direction_by_metric]
@@ -203,6 +207,15 @@ class Attempt:
         session.checkpoints.delete(keep_stored=kept)
         remove_earlier_attempts(self._context.runs_dir, self._claim)
         return end
+
+    def _note_changed_data(self, result: RunResult) -> dict[str, str]:
+        """Return the hash of the trial's data as an attribute if they are not those of the study's creation."""
+        spec, expected = self._context.spec, self._context.study.attrs.get(DATA_SHA256)
+        is_own_split = spec.refit is not None or get_resplit_seed(spec, self._claim.number) is not None
+        if is_own_split or not isinstance(result, FitResult) or expected in {None, result.split_hash}:
+            return {}
+        log.warning("trial %d: data() returned other samples than at the creation of the study", self._claim.number)
+        return {DATA_SHA256: result.split_hash}
 
     def _end_infeasible(self, error: Exception) -> TrialEnd:
         """End a trial that diverged or ran out of memory as infeasible. Samplers use infeasible trials."""

@@ -32,7 +32,7 @@ _DELIVERY_SECONDS, _STOPPED_DELIVERY_SECONDS = 60.0, 10.0
 _EXIT_REASONS = {
     EXIT_DONE: "no trial left to run",
     EXIT_DRAINED: "stopped",
-    EXIT_GAVE_UP: "all trials failed",
+    EXIT_GAVE_UP: "trials failed",
     EXIT_UNAVAILABLE: "a service was unavailable",
 }
 

@@ -7,21 +7,22 @@ import math
 import time
 from datetime import datetime
 
-import optuna
+from optuna.trial import TrialState
 
 from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from hpsearch.search.study.terminator import Terminator
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext
-from hpsearch.storage.attributes import RUNG
+from hpsearch.storage.attributes import REASON, RUNG
 from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable, RetriesExhausted, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome, TrialEnd
 
 log = logging.getLogger(__name__)
 
-# Without a limit, a bug in the objective would fail all trials, and use up the budget in minutes.
-MAX_FAILURES = 3  # failed trials of all workers since the start of the fleet
+# Without limits, a bug in the objective or a lost data folder would fail all trials, and use up the budget in minutes.
+MAX_FAILURES = 3  # failed trials of all workers since the start of the fleet, if no trial finished
+MAX_EQUAL_FAILURES = 20  # of the last trials of all workers, with the same error
 
 
 class Worker:
@@ -101,29 +102,37 @@ class Worker:
         return TrialEnd(Outcome.PRUNED, pruned.reason)
 
     def _should_give_up(self, last: TrialEnd) -> bool:
-        """Return whether, across all workers, several trials failed and none finished."""
+        """Return whether, across all workers, several trials failed and none finished, or many failed alike."""
         failed = self._count_failed() - (self._failed_before or 0)
-        if failed < MAX_FAILURES or self._has_better_trial():
-            return False
-        log.error("giving up: %d trials failed, and no trial came further; last error: %s", failed, last.reason)
-        return True
+        if failed >= MAX_FAILURES and not self._has_better_trial():
+            log.error("giving up: %d trials failed, and no trial came further; last error: %s", failed, last.reason)
+            return True
+        if failed >= MAX_EQUAL_FAILURES and self._have_last_failed_alike(last.reason):
+            log.error("giving up: the last %d trials failed with the same error: %s", MAX_EQUAL_FAILURES, last.reason)
+            return True
+        return False
 
     def _count_finished(self) -> int:
         return sum(t.state.is_finished() for t in self._context.study.trials())
 
     def _count_failed(self) -> int:
-        return sum(t.state == optuna.trial.TrialState.FAIL for t in self._context.study.trials())
+        return sum(t.state == TrialState.FAIL for t in self._context.study.trials())
 
     def _has_better_trial(self) -> bool:
         """Return whether a trial has finished, or has paused after more epochs than one of the last failed trials."""
-        finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        finished = (TrialState.COMPLETE, TrialState.PRUNED)
         trials = self._context.study.trials()
-        failed = [t for t in trials if t.state == optuna.trial.TrialState.FAIL]
+        failed = [t for t in trials if t.state == TrialState.FAIL]
         last = sorted(failed, key=lambda t: t.datetime_complete or datetime.min)[-MAX_FAILURES:]
         reached = min((len(t.intermediate_values) for t in last), default=0)
         return any(
             t.state in finished or (RUNG in t.user_attrs and len(t.intermediate_values) > reached) for t in trials
         )
+
+    def _have_last_failed_alike(self, reason: str) -> bool:
+        ended = [trial for trial in self._context.study.trials() if trial.state.is_finished()]
+        last = sorted(ended, key=lambda trial: trial.datetime_complete or datetime.min)[-MAX_EQUAL_FAILURES:]
+        return all(trial.state == TrialState.FAIL and trial.user_attrs.get(REASON) == reason for trial in last)
 
     def _is_idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
+    FOLDER_NAME,
     MODEL,
     PENDING,
     RESTORED,
@@ -17,6 +18,7 @@ from hpsearch.storage.attributes import (
     SPEC,
     TRACKING,
     TRACKING_URI,
+    decode_attr,
 )
 from hpsearch.storage.database.mlflow_links import RUN_PAGE, replace_run_links
 from hpsearch.storage.mlflow import tag_names
@@ -251,6 +253,12 @@ def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, 
     for (base,) in studies.fetchall():
         if base and base != new:
             replace_run_links(studies, mlflow, base, new)
+
+
+def list_study_folders(studies: Any) -> set[str]:
+    """Return the names of the folders of all studies."""
+    studies.execute("SELECT value_json FROM study_user_attributes WHERE key = %s", (FOLDER_NAME,))
+    return {str(decode_attr(value)) for (value,) in studies.fetchall()}
 
 
 def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.adapt import (
     delete_acting_rows,
     find_studies_with_unsent_trials,
+    list_study_folders,
     mark_restored,
     reconcile_databases,
     record_study_ids,
@@ -52,7 +53,7 @@ from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.files import compute_sha256
-from hpsearch.storage.home import prepare_home
+from hpsearch.storage.home import STUDY_FOLDERS, prepare_home
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
 
@@ -325,6 +326,7 @@ def _restore_databases(
         create_tables=partial(create_tables, url, manifest.schema, setting=setting),
         must_be_empty=() if replace_studies else _STUDY_TABLES,
         programs=programs,
+        adapt=partial(_check_unused_folders, home=locations.home),
     )
     for warning in migrate(url, setting=setting):
         progress(f"warning: {warning}")
@@ -335,6 +337,22 @@ def _restore_databases(
             if (found := count_rows(cursor, table)) != expected:
                 fault = f"its dump has {found} {table}, its manifest {expected}"
                 raise StorageError(f"the backup is damaged ({fault}); give another backup")
+
+
+def _check_unused_folders(studies: Any, *, home: Path) -> None:
+    """Check that the home has no local files of a restored study; raises StorageError otherwise.
+
+    They belong to the original, which may still exist in another database: `delete` of the restored study would remove
+    them.
+    """
+    restored = list_study_folders(studies)
+    for folder in (home / kind for kind in STUDY_FOLDERS):
+        used = sorted(path for path in folder.glob("*") if path.name in restored)
+        if used:
+            raise StorageError(
+                f"{str(used[0])!r} has files of a study with the same folder, perhaps in another database; "
+                "set --home to another folder, or move the files away if that database no longer exists"
+            )
 
 
 def _check_targets(moves: Sequence[tuple[Path, Path]]) -> None:

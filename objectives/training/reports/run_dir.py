@@ -165,11 +165,13 @@ class RunDir:
 
 
 def _to_yaml(values: dict[str, Any]) -> str:
+    text = json.dumps(values, indent=2)
     try:
         import yaml
     except ModuleNotFoundError:
-        return json.dumps(values, indent=2) + "\n"  # JSON is YAML
-    return str(yaml.safe_dump(values, sort_keys=False))
+        return text + "\n"  # JSON is YAML
+    # `json.loads` copies objects that occur twice, for which YAML would have aliases; readers of a run reject aliases.
+    return str(yaml.safe_dump(json.loads(text), sort_keys=False))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -54,6 +54,15 @@ def test_a_run_is_trained_in_the_order_of_its_sampler(objective_with):
     assert result.best_metrics["val_accuracy"] < 0.6
 
 
+def test_parameters_that_on_epoch_adds_are_an_error(objective_with):
+    def prune(_self, model, epoch, config):
+        layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+        torch.nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5)
+
+    with pytest.raises(ObjectiveError, match=r"\.on_epoch added or removed the parameter or buffer '.*weight"):
+        fit(objective_with(on_epoch=prune), epochs=2)
+
+
 def test_an_endless_sampler_is_an_error():
     class Endless(Sampler):
         def __iter__(self):

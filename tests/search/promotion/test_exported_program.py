@@ -250,6 +250,18 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
     assert find_code(exported) == f"the operator {target!r} in data/model.pt2"
 
 
+@pytest.mark.parametrize("name", ["self", "ｓelf"])  # noqa: RUF001 Python reads both as the same name
+def test_values_that_replace_the_module_are_detected(exported: Path, name: str) -> None:
+    """In the code that torch writes, `self` would be this value, and paths of parameters its attributes."""
+
+    def change(program: Any) -> None:
+        nodes = program["graph_module"]["graph"]["nodes"]
+        nodes.insert(0, {**nodes[0], "outputs": [{"as_tensor": {"name": name}}]})
+
+    rewrite(exported / "data" / "model.pt2", lambda members: edit_program(change)(members, ""))
+    assert find_code(exported).startswith("a value with the name of the module in torch's code")
+
+
 def call(name: str, function: Any, *arguments: str, keyword: str = "") -> dict[str, Any]:
     """Return a node that calls a function with texts, as if it were a subgraph."""
     texts = [{"name": keyword, "arg": {"as_string": text}, "kind": 2 if keyword else 1} for text in arguments]

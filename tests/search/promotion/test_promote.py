@@ -83,6 +83,15 @@ def test_the_previous_model_can_be_promoted_again(tracked: Tracked) -> None:
     assert tracked.version("previous").run_id == tracked.run_of(1), "another alias takes nothing from the champion's"
 
 
+def test_a_stored_configuration_with_aliases_is_not_read(own_tracked: Tracked, tmp_path: Path) -> None:
+    """Nested aliases could fill the memory, and anyone with the token of MLflow can replace the file."""
+    config = tmp_path / "config.yaml"
+    config.write_text("config:\n  a: &a [1]\n  b: [*a, *a]\nseed: 7\n")
+    own_tracked.tracking.client.log_artifact(own_tracked.run_of(1), str(config))
+    promote(own_tracked.stored, own_tracked.tracking)
+    assert "hpsearch.config" not in own_tracked.version("champion").tags
+
+
 def test_values_that_mlflow_rejects_are_an_error_before_any_change(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
         with pytest.raises(

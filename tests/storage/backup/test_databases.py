@@ -18,7 +18,16 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpsearch.search.services import DASHBOARD_COMMAND
-from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
+from hpsearch.storage.attributes import (
+    CHECKPOINT_URL,
+    FOLDER_NAME,
+    MODEL,
+    RUN_ID,
+    RUN_URL,
+    SPEC,
+    TRACKING,
+    TRACKING_URI,
+)
 from hpsearch.storage.backup import adapt, archive
 from hpsearch.storage.backup.backup import BackupResult, backup
 from hpsearch.storage.backup.dumps import _make_connection_arguments, find_programs, run_program
@@ -104,6 +113,26 @@ def test_restored_studies_equal_the_original_with_rights_and_waiting_trials(
     with pytest.raises(psycopg2.errors.InsufficientPrivilege):
         execute(postgres_server.url(other), "CREATE TABLE mine (a int)")
     storage.engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["runs", "outbox", "logs"])
+def test_a_restored_study_does_not_share_the_folders_of_the_original(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, kind: str
+) -> None:
+    """`delete` of the restored study would remove the files of the original."""
+    storage = fill(database_url)
+    storage.set_study_user_attr(storage.get_study_id_from_name("wine"), FOLDER_NAME, "wine-0123456789abcdef")
+    make(file, owner_url, home)
+    folder = Path(home, kind, "wine-0123456789abcdef")
+    folder.mkdir()
+    target = postgres_server.url(other, user=OWNER)
+    for _ in range(2):  # the first try leaves a mark that permits to replace rows
+        with pytest.raises(StorageError, match=f"{folder}' has files of a study .*; set --home to another folder"):
+            restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    assert execute(target, "SELECT count(*) FROM studies") == [(0,)]
+    folder.rmdir()
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
+    assert execute(target, "SELECT study_name FROM studies") == [("wine",)]
 
 
 def test_the_shards_of_a_checkpoint_are_in_the_backup(

@@ -16,6 +16,7 @@ from hpsearch import EpochRecord, TrainConfig
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reports import plots
 from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
+from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.full_disk import full_disk
 from tests.objectives.training.support import Memory, fit, same_result
@@ -60,6 +61,13 @@ def test_a_new_run_in_an_old_run_dir_replaces_its_metrics(wine, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_configuration_is_written_without_aliases_of_yaml(tmp_path):
+    """`promote` reads no files with aliases, because nested ones could fill the memory."""
+    shared = ["a"]
+    RunDir(tmp_path, should_log=False).start({"one": shared, "two": shared}, "", resumed_at=None)
+    assert (tmp_path / "config.yaml").read_text() == "one:\n- a\ntwo:\n- a\n"
+
+
 def test_a_run_on_a_full_disk_has_the_same_results(wine, tmp_path, caplog):
     with full_disk():
         result = fit(wine, session=Memory(), run_dir=tmp_path)
