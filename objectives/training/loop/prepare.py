@@ -137,8 +137,8 @@ def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed,
         splits = objective.data(split_seed)
     if fold is not None and not request.has_divided:
         raise ObjectiveError(
-            f"{owner}.data does not split the samples with Splits.make(), so they cannot be divided into folds; use "
-            "Splits.make(), or remove --folds"
+            f"{owner}.data did not call Splits.make(), or has a cache of its result, so the samples cannot be divided "
+            "into folds; call Splits.make() in each call of data(), or remove --folds"
         )
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{owner}.data must return Splits, not {type(splits).__name__}")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
@@ -55,12 +56,12 @@ def test_a_run_is_trained_in_the_order_of_its_sampler(objective_with):
 
 
 def test_parameters_that_on_epoch_adds_are_an_error(objective_with):
-    def prune(_self, model, epoch, config):
+    def halve(_self, model, epoch, config):
         layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
-        torch.nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5)
+        prune.l1_unstructured(layer, "weight", amount=0.5)
 
     with pytest.raises(ObjectiveError, match=r"\.on_epoch added or removed the parameter or buffer '.*weight"):
-        fit(objective_with(on_epoch=prune), epochs=2)
+        fit(objective_with(on_epoch=halve), epochs=2)
 
 
 def test_an_endless_sampler_is_an_error():
