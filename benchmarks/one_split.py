@@ -59,7 +59,7 @@ class OneSeries(Series):
 
 
 class OneShiftedDigits(OneDigits):
-    """The digits objective with twelve shifted copies of each training image: an epoch takes a second or more on a core."""
+    """The digits objective with twelve shifted copies of each training image. An epoch takes a second or more."""
 
     def data(self, seed: int) -> Splits:
         """Return the splits with the training images shifted by one or two pixels."""

@@ -206,6 +206,7 @@ def _finish_search(
             f"started by Optuna's ask() and not ended: {', '.join(f'trial {number}' for number in foreign)}; "
             "end them with Optuna's tell(), and repeat the command"
         )
-    elif not is_finished and not gave_up:  # the budget was extended when the last worker had ended
-        console.print(f"not finished; continue with: {study.resume_command}")
+    elif not is_finished:  # without `gave_up`, the budget was extended when the last worker had ended
+        remedy = "correct the objective or its surroundings, and " if gave_up else ""
+        console.print(f"not finished; {remedy}continue with: {study.resume_command}")
     return RunResult(summary, report, interrupted, stopped, is_finished, gave_up)
