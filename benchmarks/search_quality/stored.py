@@ -6,9 +6,9 @@ pruners in memory, which is faster; searches that both support are equal.
 
 from __future__ import annotations
 
-import atexit
 import tempfile
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import optuna
@@ -46,8 +46,8 @@ def storage() -> PostgresStorage:
     home.chmod(0o755)  # if run as root, Postgres runs as another user, which needs access
     server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     port = server.start(None)
-    atexit.register(folder.cleanup)
-    atexit.register(server.stop)
+    Finalize(None, server.stop, exitpriority=2)  # `atexit` does nothing in a process of a pool
+    Finalize(None, folder.cleanup, exitpriority=1)
     admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
     made = create_databases(f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m")
     migrate(made.owner_url)

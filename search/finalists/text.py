@@ -44,7 +44,8 @@ def list_data_warnings(study: StoredStudy) -> list[str]:
         listed = ", ".join(changed[:_MAX_LISTED]) + (" and others" if len(changed) > _MAX_LISTED else "")
         warnings.append(
             f"the data of {trials} {listed} differed from those of the study's creation, so the values are not "
-            "comparable: files have changed or differ between machines, or data() returns other samples in each process"
+            "comparable: files have changed or differ between machines, or data() returns other samples, or a dataset "
+            "with another fingerprint, in each process"
         )
     return warnings
 
