@@ -70,7 +70,14 @@ PACKAGES = (
     "objectives.builtin",
     # search: the service
     "search",
-    *("search.errors", "search.secret_files", "search.process", "search.console", "search.services"),
+    *(
+        "search.errors",
+        "search.secret_files",
+        "search.process",
+        "search.error_lines",
+        "search.console",
+        "search.services",
+    ),
     "search.freeze_thaw",
     "search.spec.kinds",
     *("search.samplers", "search.pruners"),

@@ -1,21 +1,17 @@
-"""Start and end of hpsearch processes: signals, graceful shutdown, exit codes and error lines."""
+"""Start and end of hpsearch processes: signals, graceful shutdown and exit codes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import multiprocessing
 import os
-import platform
 import select
 import signal
-import stat
 import sys
 import threading
 import time
-import traceback
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -23,11 +19,6 @@ from multiprocessing import popen_fork
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from hpsearch.redaction import redact
-from hpsearch.search.errors import USER_ERRORS
-from hpsearch.storage.display import escape_line
-from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, find_full_disk, format_error
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -38,87 +29,6 @@ EXIT_INTERRUPTED = 128 + 2  # Ctrl-C
 EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
-
-
-def find_environment_fault() -> str | None:
-    """Return a fault of the environment with which no command can work, and its remedy; None if there is none."""
-    try:
-        os.getcwd()  # noqa: PTH109 only the error matters
-    except OSError:
-        return "the working directory was deleted; change to an existing folder"
-    if platform.system() == "Linux" and not Path("/proc/self").exists():
-        return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
-    os.umask(umask := os.umask(0o077))
-    if umask & stat.S_IRWXU:
-        return f"the umask {umask:04o} closes new files to their owner; run umask 022 first"
-    return None
-
-
-def report_errors(work: Callable[[], int]) -> int:
-    """Run `work` and return its exit code; print user errors and service errors as one line on stderr."""
-    try:
-        return work()
-    except USER_ERRORS as error:
-        _print_error(find_environment_fault() or escape_line(str(error)))  # the objective may have deleted the folder
-        return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
-    except StudyNotFoundError:
-        _print_error("another command has deleted the study; list the studies with hpsearch studies")
-        return EXIT_USER_ERROR
-    except Exception as error:  # database drivers have error classes of their own
-        if "No usable temporary directory" in str(error):  # raised by tempfile
-            _print_error("no temporary folder is writable; set TMPDIR to a writable folder, or free disk space")
-            return EXIT_UNAVAILABLE
-        if package := _find_failed_import(error):
-            cause = escape_line(f"{type(error).__name__}: {format_error(error, 300)}")
-            remedy = "correct the environment variable that the error names, or install the package again"
-            _print_error(f"package {package} cannot be imported ({cause}); {remedy}")
-            return EXIT_USER_ERROR
-        if "can't start new thread" in str(error):  # of Python
-            _print_error(
-                "no thread can be started; raise the limits of processes (ulimit -u, container) and memory (ulimit -v)"
-            )
-            return EXIT_UNAVAILABLE
-        from hpsearch.storage.database.retry import is_cancelled, is_database_error, is_transient
-
-        if not is_database_error(error):
-            raise
-        logging.getLogger(__name__).debug("database error", exc_info=True)
-        cause, is_unavailable = redact(format_error(error)), is_transient(error)
-        if is_cancelled(error):
-            remedy = "repeat the command, or raise statement_timeout or lock_timeout of the server"
-            fault = f"cancelled a statement ({cause}); {remedy}"
-            is_unavailable = True
-        elif is_unavailable:
-            fault = f"is unavailable: {cause}"
-        else:
-            fault = f"rejected a statement ({cause}); run hpsearch doctor"
-        _print_error(f"the database {escape_line(fault)}")
-        return EXIT_UNAVAILABLE if is_unavailable else EXIT_USER_ERROR
-
-
-def _find_failed_import(error: Exception) -> str | None:
-    """Return the installed package whose import by a module of hpsearch raised an error; None if none did."""
-    if isinstance(error, MemoryError) or find_full_disk(error) is not None:
-        return None
-    importer = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if importer == "hpsearch" != package and frame.f_code.co_name == "<module>":
-            return package
-        importer = package
-    return None
-
-
-def _print_error(message: str) -> None:
-    try:
-        print(f"hpsearch: {message}", file=sys.stderr, flush=True)  # noqa: T201 output for the user
-    except OSError:
-        discard_stderr()
-
-
-def discard_stderr() -> None:
-    """Discard what is written to stderr, whose disk is full or whose reader has ended: the exit code is right still."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class StopEvent:

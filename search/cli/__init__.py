@@ -19,15 +19,14 @@ from hpsearch.former_names import CURRENT_NAMES
 from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer, train
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
+from hpsearch.search.error_lines import find_environment_fault, report_errors
 from hpsearch.search.errors import suggest_names
 from hpsearch.search.process import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
-    find_environment_fault,
     ignore_stop_signals,
-    report_errors,
 )
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error

@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hpsearch.search.cli.options import add_flags
+from hpsearch.search.error_lines import discard_stderr
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process import discard_stderr
 from hpsearch.storage.display import escape_controls
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from types import ModuleType
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.search.error_lines import report_errors
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
     ignore_stop_signals,
     prepare_exit,
-    report_errors,
     take_exit_file,
 )
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from hpsearch.objectives.private_folders import find_safe_temporary_folder
 from hpsearch.objectives.training.data.loader import make_parent_death_hook
 from hpsearch.search.console import prefix_output
+from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork_server import can_fork
 from hpsearch.search.process import (
@@ -34,7 +35,6 @@ from hpsearch.search.process import (
     StopEvent,
     exit_on_signals,
     make_fleet_watcher,
-    report_errors,
     report_exit,
     stop_on_signals,
     stop_worker_on_signals,

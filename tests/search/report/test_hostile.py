@@ -23,8 +23,8 @@ from rich.text import Text
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
 from hpsearch.search.console import PlainConsole, log_to_stderr, plain_table, show_steps
+from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import report_errors
 from hpsearch.search.promotion.evidence import Evidence
 from hpsearch.search.promotion.model_card import describe_evidence
 from hpsearch.search.report import write_report

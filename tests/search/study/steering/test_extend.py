@@ -11,8 +11,8 @@ import optuna
 import psycopg2
 import pytest
 
+from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import report_errors
 from hpsearch.search.study.control import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
