@@ -210,7 +210,7 @@ class Attempt:
 
     def _note_changed_data(self, result: RunResult) -> dict[str, str]:
         """Return the hash of the trial's data as an attribute if they are not those of the study's creation."""
-        spec, expected = self._context.spec, self._context.study.attrs.get(DATA_SHA256)
+        spec, expected = self._context.spec, self._context.data_sha256
         is_own_split = spec.refit is not None or get_resplit_seed(spec, self._claim.number) is not None
         if is_own_split or not isinstance(result, FitResult) or expected in {None, result.split_hash}:
             return {}

@@ -38,6 +38,7 @@ from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.search.worker.startup import Startup
 from hpsearch.search.worker.watchdog import Watchdog
+from hpsearch.storage.attributes import DATA_SHA256
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.history import read_epoch_values
@@ -59,6 +60,7 @@ class WorkerContext:
         study: the study.
         sampled: Optuna's study object of the same study, with the sampler.
         objective: objective to train.
+        data_sha256: hash of the data at the study's creation; None if unknown.
         claims: object with which this worker claims trials and reports epochs.
         lease: thread that renews the lease of the running trial.
         pruner: pruner of the study.
@@ -100,6 +102,7 @@ class WorkerContext:
         study.check_restored(self.objective)
         with as_search_error(f"study {name!r} cannot run on this machine: "):
             spec.sampler.prepare()
+        self.data_sha256: str | None = study.attrs.get(DATA_SHA256)
         if warning := study.source_warning(self.objective):
             log.warning(warning)
         if warning := study.find_devices_warning(options.world_size):
