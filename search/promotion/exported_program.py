@@ -36,10 +36,13 @@ _INTERNAL_OPERATORS = {
     *("_transformer_encoder_layer_fwd", "_trilinear", "_unsafe_view", "_upsample_bicubic2d_aa"),
     *("_upsample_bilinear2d_aa", "_weight_norm", "_weight_norm_interface"),
 }
+# Higher-order operators, and the positions of the functions that they call.
 _HIGHER_ORDER = {
-    *("cond", "while_loop", "scan", "associative_scan", "map_impl", "out_dtype", "flex_attention"),
-    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+    **{"cond": {1, 2}, "while_loop": {0, 1}, "scan": {0}, "associative_scan": {0}, "map_impl": {0}, "out_dtype": set()},
+    **{"wrap_with_set_grad_enabled": {1}, "wrap_with_autocast": {4}},
 }
+_HIGHER_ORDER_PREFIX = "torch.ops.higher_order."
+_POSITIONAL = 1  # `torch._export.serde.schema.ArgumentKind.POSITIONAL`
 _SYMBOLIC_FUNCTIONS = {
     *("Abs", "Add", "And", "CeilDiv", "CeilToInt", "CleanDiv", "Eq", "Equality", "Float", "FloatPow", "FloatTrueDiv"),
     *("FloorDiv", "FloorToInt", "Ge", "GreaterThan", "Gt", "Identity", "IntTrueDiv", "Integer", "LShift", "Le"),
@@ -52,6 +55,11 @@ _TENSOR_METHODS = {"size", "stride", "storage_offset", "dim", "numel"}
 _NAME = re.compile(r"[\w.:+\-]*")  # names of types and devices
 _IDENTIFIER = re.compile(r"([^\W\d]\w*)?")  # names of values and keyword arguments, which torch writes into code
 _IDENTIFIER_KEYS = {"name", "as_name", "user_input_name", "forward_arg_names"}
+# Names that the code of torch reads. A value with such a name would replace what torch reads.
+_RESERVED_NAMES = frozenset(
+    {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "getattr", "operator", "math"}
+)
+_VALUES_KEYS = {"tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values", "custom_obj_values"}
 _ATTRIBUTE_KEYS = {"parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn"}
 _JSON_KEYS = {"in_spec", "out_spec", "context"}  # the structures of inputs and outputs, which are JSON in JSON
 _TEXT = re.compile(r"[\w.:+\-*/,<> ]*")  # texts without quotes and brackets, such as the equation of an einsum
@@ -66,12 +74,13 @@ _TENSOR_FILE = re.compile(r"(weight|tensor)_\d+")
 def find_unsafe_part(path: Path) -> str:
     """Return a description of the first part of a `.pt2` file that may execute code; empty if there is none."""
     try:
-        return next(_list_unsafe_parts(path), "")
+        return next(list_unsafe_parts(path), "")
     except Exception as error:  # the readers raise errors of many types for damaged files
         return f"an unreadable program ({type(error).__name__})"
 
 
-def _list_unsafe_parts(path: Path) -> Iterator[str]:
+def list_unsafe_parts(path: Path) -> Iterator[str]:
+    """Return descriptions of the parts of a `.pt2` file that may execute code; raises errors for damaged files."""
     # torch reads a file without a program in one folder as a program of an older format, and then with zipfile.
     with zipfile.ZipFile(path) as archive:
         stored = archive.namelist()
@@ -120,22 +129,16 @@ def _is_plain_pickle(content: bytes) -> bool:
     return all(isinstance(key, str) and _TEXT.fullmatch(key) for key in keys)
 
 
-def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
-    """Return the descriptions of unsafe values below a JSON value of the program, whose key in its parent is `key`."""
+def _list_unsafe_values(value: Any, key: str = "", *, is_argument: bool = False) -> Iterator[str]:
+    """Return the descriptions of unsafe values below a JSON value of the program.
+
+    Args:
+        value: the JSON value.
+        key: key of the value, or of the list that contains it, in its parent.
+        is_argument: whether the value is an argument of an operator, whose name may be reserved, such as `self`.
+    """
     if isinstance(value, dict):
-        is_node = {"target", "inputs", "metadata"} <= value.keys()
-        if is_node and not _is_safe_operator(value["target"]):
-            yield f"the operator {value['target'][:80]!r}"
-        if _is_named_self(value):
-            yield "a value with the name of the module in torch's code"
-        for name, item in value.items():
-            if not _NAME.fullmatch(name) or _IMPORTS.search(name):
-                yield f"the name {name[:80]!r}"
-            if is_node and name == "metadata":  # texts of messages, unless they name a module
-                if _IMPORTS.search(text := json.dumps(item)) or "\\\\u" in text:  # or a name with an escape
-                    yield "the import of a module"
-            elif not (is_node and name == "target"):
-                yield from _list_unsafe_values(item, name)
+        yield from _list_unsafe_items(value, key, is_argument=is_argument)
     elif isinstance(value, list):
         for item in value:
             yield from _list_unsafe_values(item, key)
@@ -143,19 +146,58 @@ def _list_unsafe_values(value: Any, key: str = "") -> Iterator[str]:
         yield f"{key} {value[:80]!r}"
 
 
-def _is_named_self(value: dict[str, Any]) -> bool:
-    """Return whether a JSON object is a value of the program named `self`; arguments of operators may be."""
-    names = [value.get("as_name"), None if "arg" in value else value.get("name")]
-    return any(isinstance(name, str) and unicodedata.normalize("NFKC", name) == "self" for name in names)
+def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) -> Iterator[str]:
+    is_node = {"target", "inputs", "metadata"} <= value.keys()
+    if is_node:
+        yield from _list_unsafe_calls(value["target"], value["inputs"])
+    for name, item in value.items():
+        if not _NAME.fullmatch(name) or _IMPORTS.search(name) or (key in _VALUES_KEYS and is_reserved(name)):
+            yield f"the name {name[:80]!r}"
+        if is_node and name == "metadata":  # texts of messages, unless they name a module
+            if _IMPORTS.search(text := json.dumps(item)) or "\\\\u" in text:  # or a name with an escape
+                yield "the import of a module"
+        elif is_node and name == "inputs":
+            for each in item:
+                yield from _list_unsafe_values(each, name, is_argument=True)
+        elif key == "as_graph" and name == "name" and not _is_safe_attribute(item):
+            yield f"the name {item[:80]!r}"
+        elif name == "as_string_to_argument" and any("as_graph" in argument for argument in item.values()):
+            yield "a subgraph in a dictionary"
+        elif not (is_node and name == "target"):
+            yield from _list_unsafe_values(item, "argument" if is_argument and name == "name" else name)
+
+
+def _list_unsafe_calls(target: str, inputs: list[dict[str, Any]]) -> Iterator[str]:
+    """Return a description if the operator of a node is unsafe, or if it calls something other than a subgraph."""
+    if not is_safe_operator(target):
+        yield f"the operator {target[:80]!r}"
+        return
+    graphs = {place for place, each in enumerate(inputs) if "as_graph" in each["arg"]}
+    is_positional = all(each.get("kind") == _POSITIONAL or not each["name"] for each in inputs)
+    if graphs != get_function_positions(target) or (graphs and not is_positional):
+        yield f"the arguments of the operator {target[:80]!r}"
+
+
+def get_function_positions(target: str) -> set[int]:
+    """Return the positions of the arguments that an operator calls."""
+    name = target.removeprefix(_HIGHER_ORDER_PREFIX)
+    return set() if name == target else _HIGHER_ORDER[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether Python reads the name of a value as one that the code of torch uses otherwise."""
+    return unicodedata.normalize("NFKC", name) in _RESERVED_NAMES
 
 
 def _is_safe_text(text: str, key: str) -> bool:
     if key == "as_operator":
-        return _is_safe_operator(text)
+        return is_safe_operator(text)
     if key in {"expr_str", "guards_code"}:
         return _is_safe_expression(text)
-    if key in _IDENTIFIER_KEYS:
+    if key == "argument":
         return _IDENTIFIER.fullmatch(text) is not None
+    if key in _IDENTIFIER_KEYS:
+        return _IDENTIFIER.fullmatch(text) is not None and not is_reserved(text)
     if key in _ATTRIBUTE_KEYS:
         return _is_safe_attribute(text)
     if key in _JSON_KEYS and text.startswith(("[", "{", '"')):
@@ -184,8 +226,12 @@ def _has_parent(path: str, paths: set[str]) -> bool:
 
 def _is_safe_attribute(path: str) -> bool:
     """Return whether no part of the path is an attribute that each GraphModule has, which torch would read instead."""
-    parts = unicodedata.normalize("NFKC", path).split(".")  # as Python normalizes the names in code
-    return _TEXT.fullmatch(path) is not None and _list_module_attributes().isdisjoint(parts)
+    return _TEXT.fullmatch(path) is not None and not any(map(is_module_attribute, path.split(".")))
+
+
+def is_module_attribute(name: str) -> bool:
+    """Return whether each GraphModule has an attribute with this name."""
+    return unicodedata.normalize("NFKC", name) in _list_module_attributes()  # as Python normalizes names in code
 
 
 @functools.cache
@@ -193,7 +239,8 @@ def _list_module_attributes() -> frozenset[str]:
     return frozenset(dir(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())))
 
 
-def _is_safe_operator(target: str) -> bool:
+def is_safe_operator(target: str) -> bool:
+    """Return whether the operator with this name in a program computes only with tensors and numbers."""
     match target.split("."):
         case ["torch", "ops", "aten" | "prims", name, *overload]:
             is_internal = name.startswith("_") and name not in _INTERNAL_OPERATORS

@@ -11,6 +11,7 @@ import yaml
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.exported_program import find_unsafe_part
+from hpsearch.search.promotion.generated_code import find_unsafe_code
 from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import mlflow_request
@@ -106,7 +107,8 @@ def find_code(folder: Path) -> str:
                 return f"{key}: {str(value)[:80]!r} in the flavor {flavor}"
     if other := _find_other(names, _PROGRAM_FILES):
         return other
-    part = find_unsafe_part(folder / _PROGRAM)
+    program = folder / _PROGRAM
+    part = find_unsafe_part(program) or find_unsafe_code(program)
     return f"{part} in {_PROGRAM}" if part else ""
 
 

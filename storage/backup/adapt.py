@@ -18,6 +18,7 @@ from hpsearch.storage.attributes import (
     SPEC,
     TRACKING,
     TRACKING_URI,
+    DamagedValue,
     decode_attr,
 )
 from hpsearch.storage.database.mlflow_links import RUN_PAGE, replace_run_links
@@ -40,6 +41,32 @@ _RELEASE = """
 def release_trials(cursor: Any) -> None:
     """Release the trials that were running at the backup, because their workers do not use the restored database."""
     cursor.execute(_RELEASE)
+
+
+def repair_attributes(studies: Any) -> None:
+    """Remove damaged attributes that the restore reads; a damaged mark of unsent records becomes a new one.
+
+    Any worker can write them, and text that is not valid JSON would end a statement.
+    """
+    for table, owner in (("study_user_attributes", "study_id"), ("trial_user_attributes", "trial_id")):
+        studies.execute(
+            f"SELECT {owner}, key, value_json FROM {table} WHERE key = ANY(%s)",  # noqa: S608 constant names
+            ([RUN_ID, RUN_URL, TRACKING, TRACKING_URI, CHECKPOINT_URL],),
+        )
+        for row, key, value in studies.fetchall():
+            if _is_plain_text(decode_attr(value)):
+                continue
+            if key == TRACKING:
+                statement, values = f"UPDATE {table} SET value_json = %s", [json.dumps(PENDING)]  # noqa: S608
+            else:
+                statement, values = f"DELETE FROM {table}", []  # noqa: S608
+            studies.execute(f"{statement} WHERE {owner} = %s AND key = %s", (*values, row, key))
+
+
+def _is_plain_text(value: Any) -> bool:
+    """Return whether Postgres can read the JSON text of a value as a string."""
+    is_text = isinstance(value, str) and not isinstance(value, DamagedValue)
+    return is_text and "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def mark_restored(cursor: Any) -> None:

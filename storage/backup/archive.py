@@ -269,7 +269,7 @@ class ArchiveReader:
         # Stricter than the filters of tarfile: only regular files in the expected folders.
         path = PurePosixPath(member.name)
         is_known = member.name in {STUDIES_DUMP, MLFLOW_DUMP} or member.name.startswith((ARTIFACTS, CHECKPOINTS))
-        if not is_known or ".." in path.parts or "\\" in member.name or str(path) != member.name or not member.isreg():
+        if not is_known or ".." in path.parts or str(path) != member.name or not member.isreg():
             raise ValueError(f"it contains the unexpected entry {member.name!r}")
 
     def _content(self, member: tarfile.TarInfo) -> BinaryIO:

@@ -22,6 +22,7 @@ from hpsearch.storage.backup.adapt import (
     record_study_ids,
     release_trials,
     remove_home_checkpoint_urls,
+    repair_attributes,
     replace_artifact_locations,
     rewrite_mlflow_urls,
 )
@@ -272,6 +273,7 @@ def _restore_all(
         shutil.move(source, target)
     _restore_databases(unpacked, locations, programs, progress, replace_studies=marks[0], replace_mlflow=all(marks))
     with _open_cursors(locations) as (studies, mlflow):
+        repair_attributes(studies)
         release_trials(studies)
         mark_restored(studies)
         record_study_ids(studies)

@@ -61,7 +61,7 @@ def check_foreign_code(url: str, setting: str) -> None:
     Call it before any statement of the owner that could use them.
 
     Raises:
-        StorageError: the database cannot be reached, or other users own functions or operators in the schema.
+        StorageError: the database cannot be reached, or other users own objects in the schema.
     """
     with _migration_transaction(url, setting) as cursor:
         errors = find_foreign_code(cursor)
@@ -70,13 +70,13 @@ def check_foreign_code(url: str, setting: str) -> None:
 
 
 def protect_schema(url: str, setting: str) -> list[str]:
-    """Withdraw the privilege to create in the schema from other users, and reject their functions and operators.
+    """Withdraw the privilege to create in the schema from other users, and reject their objects that could run code.
 
     Returns:
         Warnings, with the remedy.
 
     Raises:
-        StorageError: the database cannot be reached, or other users own functions or operators in the schema.
+        StorageError: the database cannot be reached, or other users own objects in the schema.
     """
     with _migration_transaction(url, setting) as cursor:
         errors, warnings = revoke_create_privileges(cursor)

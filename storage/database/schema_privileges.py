@@ -1,15 +1,19 @@
-"""Users who may create functions and operators in the schema of the tables, and those that exist.
+"""Users who may create objects in the schema of the tables, and the objects of other users that run their code.
 
 Postgres prefers an operator of the schema that fits the types exactly to one of its own. So a user who creates one
-there can run code as each user who works with the tables, also as the owner (CVE-2018-1058).
+there can run code as each user who works with the tables, also as the owner (CVE-2018-1058). So can the owner of a
+table that hpsearch uses, by a trigger, and the owner of a type, by a cast.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from hpsearch.storage.database.schema import OPTUNA_TABLES, OWN_TABLES, REVISION_TABLES, STUDY_IDS_TABLE
+
 _SHOWN_OBJECTS = 5
 _EVERYONE = "PUBLIC"
+_USED_TABLES = {*OPTUNA_TABLES, *OWN_TABLES, *REVISION_TABLES, STUDY_IDS_TABLE}
 
 
 def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
@@ -18,9 +22,9 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
     The transaction must end afterwards: its search path lacks the schema.
 
     Returns:
-        Errors and warnings, each with the remedy. Errors are functions and operators of other users in the schema,
-        which further statements may use. Warnings are withdrawn privileges, users who may still create in the schema,
-        and tables of other users.
+        Errors and warnings, each with the remedy. Errors are functions, operators, types, and tables with the names of
+        hpsearch's tables, of other users in the schema: further statements may run their code. Warnings are withdrawn
+        privileges, users who may still create in the schema, and other tables of other users.
     """
     cursor.execute("SELECT current_schemas(false)::text[]")
     (schemas,) = cursor.fetchone()
@@ -39,31 +43,33 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
                 f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create functions in the schema "
                 f"{schema}, which could run as the owner of the tables; run as a superuser: {statement}"
             )
-    errors = _describe_foreign_code(cursor, schemas)
-    if tables := _find_foreign_objects(cursor, schemas, _TABLES):
+    tables = _find_foreign_objects(cursor, schemas, _TABLES)
+    used = [table for table in tables if table.split()[1].rpartition(".")[2] in _USED_TABLES]
+    errors = _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE), *used])
+    if others := [table for table in tables if table not in used]:
         warnings.append(
-            f"other users own tables in the schema of the studies: {_shorten(tables)}; check their triggers"
+            f"other users own tables in the schema of the studies: {_shorten(others)}; check their triggers"
         )
     return errors, warnings
 
 
 def find_foreign_code(cursor: Any) -> list[str]:
-    """Return an error, with the remedy, if other users own functions or operators in the schema; change nothing.
+    """Return an error, with the remedy, if other users own objects in the schema of an empty database; change nothing.
 
     The transaction must end afterwards: its search path lacks the schema.
     """
     cursor.execute("SELECT current_schemas(false)::text[]")
     (schemas,) = cursor.fetchone()
     cursor.execute("SET LOCAL search_path = pg_catalog")
-    return _describe_foreign_code(cursor, schemas)
+    return _describe_foreign_objects(_find_foreign_objects(cursor, schemas, f"{_CODE} UNION ALL {_TABLES}"))
 
 
-def _describe_foreign_code(cursor: Any, schemas: list[str]) -> list[str]:
-    if not (code := _find_foreign_objects(cursor, schemas, _CODE)):
+def _describe_foreign_objects(objects: list[str]) -> list[str]:
+    if not objects:
         return []
     return [
-        f"other users own functions or operators in the schema of the tables, which could run as the owner: "
-        f"{_shorten(code)}; as their owner or a superuser, drop them or move them to another schema"
+        f"other users own objects in the schema of the tables, whose code could run as the owner: "
+        f"{_shorten(objects)}; as their owner or a superuser, drop them or move them to another schema"
     ]
 
 
@@ -103,6 +109,9 @@ _CODE = """
     SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace, oid, 'pg_proc'::regclass FROM pg_proc
     UNION ALL
     SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace, oid, 'pg_operator'::regclass FROM pg_operator
+    UNION ALL
+    SELECT 'type ' || oid::regtype::text, typowner, typnamespace, oid, 'pg_type'::regclass
+      FROM pg_type WHERE typtype IN ('b', 'd', 'e', 'm', 'r') AND typelem = 0::oid
 """
 _TABLES = """
     SELECT 'table ' || oid::regclass::text, relowner, relnamespace, oid, 'pg_class'::regclass

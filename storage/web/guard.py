@@ -176,14 +176,23 @@ _Send = Callable[[dict[str, Any]], Awaitable[None]]
 Asgi = Callable[[dict[str, Any], _Receive, _Send], Awaitable[None]]
 
 
-def _find_ports(client: Sequence[Any], server_port: Any) -> tuple[int, int] | None:
-    """Return the ports of the server and the client of a connection on 127.0.0.1; None for other connections."""
-    host, port = client
-    return (int(server_port), int(port)) if host == LOOPBACK and port and server_port else None
+SERVER_ADDRESS = "hpsearch.server_address"  # key of a WSGI environment: (host, port) of the server's end
+
+
+def _find_ports(client: Sequence[Any] | None, server: Sequence[Any] | None) -> tuple[int, int] | None:
+    """Return the ports of the server and the client of a connection on 127.0.0.1; None for other connections.
+
+    Args:
+        client: host and port of the client's end.
+        server: host and port of the server's end, from its socket: a client can choose those of the request's headers.
+    """
+    if client is None or server is None or {client[0], server[0]} != {LOOPBACK}:
+        return None
+    return int(server[1]), int(client[1])
 
 
 def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
-    """Wrap a WSGI application with a guard."""
+    """Wrap a WSGI application with a guard, for a server that sets `SERVER_ADDRESS`."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         headers = {n[5:].replace("_", "-").lower(): v for n, v in environ.items() if n.startswith("HTTP_")}
@@ -193,7 +202,7 @@ def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
             environ.get("PATH_INFO", ""),
             environ.get("QUERY_STRING", ""),
             headers,
-            _find_ports((environ.get("REMOTE_ADDR"), environ.get("REMOTE_PORT")), environ.get("SERVER_PORT")),
+            _find_ports((environ.get("REMOTE_ADDR"), environ.get("REMOTE_PORT")), environ.get(SERVER_ADDRESS)),
         )
         if (reply := guard.check(request)) is None:
             return app(environ, start_response)
@@ -213,7 +222,7 @@ def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
             return await send({"type": "websocket.close", "code": 1008})
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         query = scope["query_string"].decode("latin-1")
-        ports = _find_ports(scope.get("client") or (None, None), (scope.get("server") or (None, None))[1])
+        ports = _find_ports(scope.get("client"), scope.get("server"))
         root = scope.get("root_path", "")
         reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers, ports, root))
         if reply is None:

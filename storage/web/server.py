@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.web.guard import Guard, Wsgi, guard_wsgi
+from hpsearch.storage.web.guard import SERVER_ADDRESS, Guard, Wsgi, guard_wsgi
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -27,6 +28,7 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
         StorageError: the address cannot be bound.
     """
     import waitress
+    from waitress.channel import HTTPChannel
 
     app = guard_wsgi(app, Guard(token, answers_health=True))
     if _is_loopback(host):
@@ -41,7 +43,24 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise StorageError(f"--port {port} is in use on {host}; choose another port") from None
         raise StorageError(f"cannot listen on --host {host!r} --port {port} ({error})") from None
+    HTTPChannel.task_class = _make_task_class(HTTPChannel.task_class)
     server.run()
+
+
+def _make_task_class(base: Any) -> Any:
+    """Return a class of waitress's tasks that adds the address of the server's end to the environment."""
+
+    class Task(base):  # type: ignore[misc]
+        """Answer to a request."""
+
+        def get_environment(self) -> dict[str, Any]:
+            """Return the WSGI environment."""
+            environ: dict[str, Any] = super().get_environment()
+            with suppress(OSError):  # the client has closed the connection
+                environ[SERVER_ADDRESS] = self.channel.socket.getsockname()
+            return environ
+
+    return Task
 
 
 def reject_unless(app: Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> Wsgi:

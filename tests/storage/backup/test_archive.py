@@ -136,6 +136,13 @@ def test_a_path_outside_of_the_target_is_rejected(tmp_path: Path, name: str) -> 
     assert not list((tmp_path / "out").rglob("*"))
 
 
+def test_a_name_with_a_backslash_is_accepted(tmp_path: Path) -> None:
+    """MLflow accepts such names of artifacts."""
+    name = f"{ARTIFACTS}1/\\..\\x"
+    unpack(add(tmp_path / "a.tar", lambda member: setattr(member, "name", name)), tmp_path / "out")
+    assert not list(tmp_path.glob("x"))
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_in_an_archive_are_rejected(tmp_path: Path, kind: bytes) -> None:
     def change(member: tarfile.TarInfo) -> None:

@@ -135,6 +135,26 @@ def test_a_restored_study_does_not_share_the_folders_of_the_original(
     assert execute(target, "SELECT study_name FROM studies") == [("wine",)]
 
 
+def test_a_backup_with_damaged_attributes_of_a_worker_is_restored(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
+) -> None:
+    storage = fill(database_url)
+    study_id, values = storage.get_study_id_from_name("wine"), ('"', "NaN", r'"\u0000"', r'"\ud800"', "7", '{"a": 1}')
+    damaged = {key: storage.create_new_trial(study_id) for key in values}
+    for value, trial_id in damaged.items():
+        storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [0.5])
+        for key in (TRACKING, RUN_ID, RUN_URL):
+            attr = "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (%s, %s, %s)"
+            execute(database_url, attr, trial_id, key, value)
+    for key in (RUN_ID, RUN_URL, TRACKING_URI, CHECKPOINT_URL):
+        attr = "INSERT INTO study_user_attributes (study_id, key, value_json) VALUES (%s, %s, %s)"
+        execute(database_url, attr, study_id, key, '"')
+    make(file, owner_url, home)
+    restore(file, owner_url=(target := postgres_server.url(other, user=OWNER)), home=home, dashboard=DASHBOARD_COMMAND)
+    rows = execute(target, "SELECT key, value_json FROM trial_user_attributes WHERE key IN (%s, %s)", TRACKING, RUN_ID)
+    assert rows == [(TRACKING, '"pending"')] * len(values)
+
+
 def test_the_shards_of_a_checkpoint_are_in_the_backup(
     postgres_server: PostgresServer,
     owner_url: str,

@@ -236,6 +236,41 @@ def test_an_operator_of_a_worker_does_not_run_as_the_owner(postgres_server: Post
     execute(worker, insert.format("second"))
 
 
+_PLANTED_TABLE = "CREATE TABLE public.version_info (schema_version int); GRANT ALL ON public.version_info TO team"
+_PLANTED_TRIGGER = """
+    CREATE FUNCTION pg_temp.run() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        CREATE TABLE public.ran (); RETURN NEW;
+    END $$;
+    CREATE TRIGGER t BEFORE INSERT ON public.version_info FOR EACH ROW EXECUTE FUNCTION pg_temp.run()
+"""
+
+
+@TEAM
+@pytest.mark.parametrize(
+    ("planted", "name"),
+    [
+        (_PLANTED_TABLE, "table public.version_info"),
+        ("CREATE TYPE public.trialstate AS ENUM ('RUNNING')", "type public.trialstate"),
+        ("CREATE DOMAIN public.trialstate AS text CHECK (VALUE <> '')", "type public.trialstate"),
+    ],
+)
+def test_tables_and_types_of_others_that_hpsearch_would_use_are_an_error(
+    postgres_server: PostgresServer, team: str, planted: str, name: str
+) -> None:
+    """Their owners can run code as the owner of the database by triggers and casts, whose functions are temporary."""
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(admin, _OPEN_SCHEMA)
+    worker = psycopg2.connect(postgres_server.url("team", user="team_worker").replace("+psycopg2", ""))
+    with worker, worker.cursor() as cursor:
+        cursor.execute(planted)
+        if planted == _PLANTED_TABLE:
+            cursor.execute(_PLANTED_TRIGGER)
+    with pytest.raises(StorageError, match=f"{name} of team_worker"):
+        migrate(team)
+    worker.close()
+    execute(team, "CREATE TABLE ran ()")  # the trigger has not created it
+
+
 @TEAM
 def test_a_schema_of_the_superuser_needs_the_superuser(postgres_server: PostgresServer, team: str) -> None:
     """As in every database of Postgres 14 or earlier, where the owner of a database does not own its schema."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -12,8 +13,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -29,6 +32,7 @@ from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.sockets import is_own_server
+from hpsearch.storage.web.guard import SERVER_ADDRESS, Guard, Reply, Request, guard_asgi, guard_wsgi, make_reply
 from hpsearch.storage.web.token import add_token, add_tokens, find_token, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
 from tests.storage.web.support import send_request
@@ -373,3 +377,34 @@ def test_the_token_is_in_no_command_line_log_or_study(stack: StackInfo, token: s
     with make_engine(stack.owner_url, application_name="test").connect() as connection:
         rows = connection.execute(text("SELECT value_json FROM study_user_attributes")).scalars().all()
     assert not [row for row in rows if token in row]
+
+
+class Recorder(Guard):
+    """Guard that rejects each request and records its ports."""
+
+    def check(self, request: Request) -> Reply:
+        """Record the ports of the request."""
+        ports.append(request.ports)
+        return make_reply(HTTPStatus.FORBIDDEN)
+
+
+ports: list[tuple[int, int] | None] = []
+
+
+@pytest.mark.parametrize(("address", "found"), [("127.0.0.1", (5000, 40000)), ("127.0.0.2", None), ("::1", None)])
+def test_the_user_of_a_connection_is_found_by_the_address_of_the_servers_socket(
+    address: str, found: tuple[int, int] | None
+) -> None:
+    """Otherwise a client could choose the port by a header, or use an address at which its port is that of another."""
+    ports.clear()
+    headers = {"SERVER_PORT": "80", "REMOTE_ADDR": "127.0.0.1", "REMOTE_PORT": "40000", "REQUEST_METHOD": "GET"}
+    environ = {**headers, "wsgi.url_scheme": "http", SERVER_ADDRESS: (address, 5000)}
+    guard_wsgi(lambda *_: [], Recorder("token"))(environ, lambda *_: None)
+
+    async def discard(_: dict[str, Any]) -> None:
+        pass
+
+    scope = {"type": "http", "method": "GET", "scheme": "http", "path": "/", "query_string": b"", "headers": []}
+    scope |= {"client": ("127.0.0.1", 40000), "server": (address, 5000)}
+    asyncio.run(guard_asgi(discard, Recorder("token"))(scope, discard, discard))  # type: ignore[arg-type]
+    assert ports == [found, found]
