@@ -87,8 +87,13 @@ def stop_on_signals(
 
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
+            if not _is_ignored_by_nohup(number):
+                signal.signal(number, on_signal)
     return stop
+
+
+def _is_ignored_by_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def stop_worker_on_signals() -> StopEvent:

@@ -147,6 +147,7 @@ def make_engine(
         pool_size=pool_size,
         max_overflow=max_overflow,
         pool_pre_ping=pre_ping,
+        isolation_level="READ COMMITTED",  # the server may have another default, with which claims would read old rows
         connect_args=make_client_settings(parsed, application_name=application_name),
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL, MODEL_SHA256
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
@@ -100,12 +101,23 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 def read_export_failure(client: MlflowClient, model_id: str | None) -> str:
     """Return the reason why a model is stored as a checkpoint instead of an exported model; empty if it is exported."""
-    return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.WEIGHTS_ONLY, ""))
+    return "" if model_id is None else str(_read_tags(client, model_id).get(tag_names.WEIGHTS_ONLY, ""))
 
 
 def read_export_source(client: MlflowClient, model_id: str | None) -> str:
     """Return the method of the objective that returned the exported module; empty if it is the trained model."""
-    return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.EXPORT_SOURCE, ""))
+    return "" if model_id is None else str(_read_tags(client, model_id).get(tag_names.EXPORT_SOURCE, ""))
+
+
+def _read_tags(client: MlflowClient, model_id: str) -> dict[str, str]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return dict(client.get_logged_model(model_id).tags)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise StorageError(f"model {model_id} was deleted in MLflow meanwhile, for example by gc") from None
 
 
 def download_model(model_id: str, folder: Path, *, tracking_uri: str) -> Path:

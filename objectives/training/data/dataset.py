@@ -81,10 +81,17 @@ def to_target_tensor_or_none(y: Any) -> Any:
 
 
 def as_inputs(x: Any) -> Tree:
-    """Convert inputs to tensors: float32, uint8 or int64. A NumPy memmap becomes `MemmapRows`."""
+    """Convert inputs to tensors: float32, uint8, int64, or Boolean masks. A NumPy memmap becomes `MemmapRows`."""
     if isinstance(x, np.memmap):
         return MemmapRows(x)
-    return map_tensors(as_input, as_tree(x, "x"))
+    return convert_tensors(as_input, as_tree(x, "x"))
+
+
+def convert_tensors(convert: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Convert a tensor, or the tensors of a structure except those of Booleans, which may be masks."""
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    return map_tensors(lambda tensor: tensor if tensor.dtype == torch.bool else convert(tensor), tree)
 
 
 def as_tree(values: Any, name: str) -> Tree:

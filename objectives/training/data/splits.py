@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, has_arrays, to_target_tensor_or_none
+from hpsearch.objectives.training.data.dataset import (
+    Dataset,
+    as_inputs,
+    as_tree,
+    convert_tensors,
+    has_arrays,
+    to_target_tensor_or_none,
+)
 from hpsearch.objectives.training.data.resplit import (
     compute_val_window_shift,
     divide_by_time_if_requested,
@@ -23,7 +30,7 @@ from hpsearch.objectives.training.data.resplit import (
 )
 from hpsearch.objectives.training.data.samples import Collate, MemmapRows, as_target, hash_values
 from hpsearch.objectives.training.data.split_rows import Blocks, Rows, draw_split, split_by_time
-from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_shapes, map_tensors, tensors
+from hpsearch.objectives.training.data.tree import Tree, concatenate, describe_shapes, tensors
 
 
 def _hash_parts(*parts: tuple[str, Dataset]) -> str:
@@ -127,11 +134,11 @@ class Splits:
 
         Args:
             x: inputs [n, ...], or a dict or tuple of them. Floating point becomes float32, uint8 is kept, and other
-                integers become int64; a NumPy memmap is read lazily. Alternatively, samples for `Dataset.of`: a PyTorch
-                or Hugging Face dataset, or, with `collate`, a list.
-            y: targets [n, ...], or a dict or tuple of them; integers become int64, floating point float32. With a list
-                of inputs and `collate`, each sample is a pair of input and target. With a dataset, the targets for
-                stratification and metrics, if known.
+                integers become int64; Boolean masks in a dict or tuple are kept. A NumPy memmap is read lazily.
+                Alternatively, samples for `Dataset.of`: a PyTorch or Hugging Face dataset, or, with `collate`, a list.
+            y: targets [n, ...], or a dict or tuple of them; integers become int64, floating point float32; Boolean
+                masks in a dict or tuple are kept. With a list of inputs and `collate`, each sample is a pair of input
+                and target. With a dataset, the targets for stratification and metrics, if known.
             seed: the study's seed.
             val: share of the validation split.
             test: share of the test split.
@@ -292,7 +299,7 @@ def _build_dataset(
         return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=to_target_tensor_or_none(y))
     if y is None:
         raise ObjectiveError("y is missing; pass the targets [n, ...], or pass x as y if step() needs no targets")
-    data = Dataset(as_inputs(x), map_tensors(as_target, as_tree(y, "y")), load=load)
+    data = Dataset(as_inputs(x), convert_tensors(as_target, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}
         if len(lengths) > 1:

@@ -125,6 +125,8 @@ def as_additive_loss(loss: nn.Module, *targets: Any) -> nn.Module:
         raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum'; use 'none' or 'mean'")
     if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
         return loss
+    if type(loss).forward not in {nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}:  # its mean may be another one
+        return loss
     known = [y for y in targets if isinstance(y, Tensor)]
     if any(y.dtype.is_floating_point for y in known):  # class probabilities: PyTorch divides by the batch size
         return loss
@@ -165,7 +167,7 @@ def _shapes(*trees: Any) -> list[torch.Size]:
 def _to_fp32(output: Any) -> Any:
     """Convert floating-point outputs to fp32."""
     if isinstance(output, Tensor):
-        return output.float()
+        return output if output.is_complex() else output.float()
     return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
 

@@ -46,7 +46,8 @@ class RunningMetrics:
         if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors can be concatenated
             self._update(outputs, step.targets)
             return
-        if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
+        pairs = ((self._outputs, outputs), (self._targets, step.targets))
+        if any(earlier and earlier[-1].shape[1:] != new.shape[1:] for earlier, new in pairs):  # cannot be concatenated
             self._flush()
         self._outputs.append(outputs)
         self._targets.append(step.targets)

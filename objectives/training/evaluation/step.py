@@ -96,5 +96,5 @@ class LossStep:
 
 
 def detach_outputs(tree: Any) -> Any:
-    """Return outputs detached from the autograd graph, in fp32."""
-    return map_tensors(lambda tensor: tensor.detach().float(), tree)
+    """Return outputs detached from the autograd graph, with floating-point numbers in fp32."""
+    return map_tensors(lambda each: each.detach().float() if each.is_floating_point() else each.detach(), tree)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
@@ -129,11 +131,26 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
+@contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: the last digits, and so the hash of the data, depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed, fold: Fold | None = None) -> Splits:
     owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
     fold_seed = resplit_seed if isinstance(resplit_seed, int) else split_seed
-    with wrap_user_errors(f"{owner}.data"), request_split(resplit_seed, fold, fold_seed) as request:
+    with (
+        wrap_user_errors(f"{owner}.data"),
+        request_split(resplit_seed, fold, fold_seed) as request,
+        _use_one_thread(),
+    ):
         splits = objective.data(split_seed)
     if fold is not None and not request.has_divided:
         raise ObjectiveError(

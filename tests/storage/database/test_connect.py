@@ -19,6 +19,7 @@ from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from hpsearch.storage.sockets import find_server_users
+from tests.conftest import execute
 
 
 def _refused(url: str, *, away: bool = False) -> str:
@@ -268,3 +269,16 @@ def test_only_the_owner_changes_the_schema(database_url: str, owner_url: str) ->
     _execute(
         database_url, "INSERT INTO mine DEFAULT VALUES"
     )  # later tables and their sequences get rights by default privileges
+
+
+def test_the_isolation_level_does_not_depend_on_the_server(owner_url: str, database_url: str) -> None:
+    """With `repeatable read`, a claim that waited for another one would not see the new trial."""
+    name = sa.make_url(database_url).database
+    execute(owner_url, f'ALTER DATABASE "{name}" SET default_transaction_isolation = "repeatable read"')
+    engine = make_engine(database_url, application_name="test")
+    try:
+        with engine.connect() as connection:
+            assert connection.execute(sa.text("SHOW transaction_isolation")).scalar_one() == "read committed"
+    finally:
+        engine.dispose()
+        execute(owner_url, f'ALTER DATABASE "{name}" RESET default_transaction_isolation')

@@ -5,6 +5,8 @@ import torch
 
 from hpsearch import Dataset, ObjectiveError, Splits, Standardize, TrainConfig
 from hpsearch.objectives.training.data.samplers import EpochOrder
+from hpsearch.objectives.training.loop.prepare import prepare_splits
+from tests.objectives.training.support import Wine
 
 CPU = torch.device("cpu")
 
@@ -285,3 +287,28 @@ def test_flipped_big_endian_and_read_only_arrays_are_data():
     y = (np.arange(100, dtype=">i4") % 4)[::-1].copy()[::-1]
     x.flags.writeable = y.flags.writeable = False
     assert Splits.make(x, y, seed=0).hash() == plain.hash()
+
+
+def test_masks_in_structures_stay_boolean():
+    mask = np.arange(20) % 2 == 0
+    splits = Splits.make({"x": np.ones(20), "mask": mask}, {"y": np.arange(20) / 2, "known": mask}, seed=0)
+    assert splits.train.x["mask"].dtype == splits.train.y["known"].dtype == torch.bool
+    assert splits.train.y["y"].dtype == torch.float32
+
+
+def test_data_is_computed_with_one_thread(objective_with):
+    """The last digits depend on the number of threads, which differs between commands and workers."""
+    threads = []
+
+    def data(self, seed):
+        threads.append(torch.get_num_threads())
+        return Wine.data(self, seed)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        prepare_splits(objective_with(data=data), 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1]

@@ -109,7 +109,7 @@ def test_another_seed_gives_another_division_with_the_same_test_split() -> None:
         (by_group, 40, "--folds 40 needs at least 40 groups, but there are 16; use fewer folds"),
         (by_value, 49, "--folds 49 needs at least 49 samples, but there are 48; use fewer folds"),
         (by_time, 13, "13 folds by time need 26 distinct times, not 24"),
-        (lambda _: FIXED, 3, r"use Splits.make\(\), or remove --folds"),
+        (lambda _: FIXED, 3, r"call Splits.make\(\) in each call of data\(\), or remove --folds"),
     ],
 )
 def test_data_that_cannot_be_divided_is_an_error(make, count, said) -> None:

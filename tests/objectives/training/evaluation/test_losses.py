@@ -13,8 +13,11 @@ from hpsearch.objectives.training.evaluation.losses import (
     SquaredError,
     as_additive_loss,
     build_default_loss,
+    compute_mean_loss,
 )
 from hpsearch.objectives.training.evaluation.metrics import binary
+from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
+from hpsearch.objectives.training.evaluation.step import Step, detach_outputs
 from hpsearch.objectives.training.loop.sanity_checks import list_config_warnings
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
@@ -208,3 +211,56 @@ def test_ignore_index_is_not_counted_as_a_class():
     assert fit(Unlabelled(), epochs=2).best_value > 0.3
     with pytest.raises(ObjectiveError, match="labels go up to 255; add outputs, or set ignore_index of the loss"):
         fit(type("Plain", (Unlabelled,), {"loss": lambda *_: nn.CrossEntropyLoss()})(), epochs=1)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """A subclass whose own `forward` returns the mean over the samples."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, target, self.weight, reduction="none").mean()
+
+
+def test_a_subclass_of_cross_entropy_with_its_own_mean_is_not_divided_by_class_weights():
+    loss = Focal(weight=torch.tensor([1.0, 5.0]))
+    assert as_additive_loss(loss, torch.tensor([0, 1])) is loss
+
+
+def test_complex_outputs_reach_the_loss():
+    output = torch.tensor([[3 + 4j]])
+    value = compute_mean_loss(Modulus(), output, torch.tensor([[5.0]]), 1)
+    assert value.item() == 0
+
+
+class Modulus(nn.Module):
+    """A loss of complex outputs."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.abs() - target).square().mean()
+
+
+def test_outputs_for_training_metrics_keep_their_types():
+    outputs = {"path": torch.tensor([1]), "mask": torch.tensor([True]), "logits": torch.ones(1, dtype=torch.bfloat16)}
+    types = {name: value.dtype for name, value in detach_outputs(outputs).items()}
+    assert types == {"path": torch.int64, "mask": torch.bool, "logits": torch.float32}
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_training_metrics_accept_outputs_of_different_lengths(shape):
+    class Count:
+        def __init__(self):
+            self.total = 0
+
+        def update(self, output, target):
+            self.total += output.numel() + target.numel()
+
+        def compute(self):
+            return {"total": torch.tensor(float(self.total))}
+
+        def reset(self):
+            self.total = 0
+
+    found = RunningMetrics(Count())
+    for length in (3, 5):
+        outputs = torch.zeros(4, length, *shape)
+        found.add(Step(torch.zeros(()), outputs, outputs[..., 0] if shape else outputs, {}, None), 4)
+    assert found.compute()["total"] == (4 * 8 * 2 if not shape else 4 * 8 * 3)
