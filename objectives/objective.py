@@ -73,7 +73,11 @@ class Objective(BaseObjective):
 
     @abstractmethod
     def data(self, seed: int) -> Splits:
-        """Return training, validation and test data. The result must depend only on the data and the seed."""
+        """Return training, validation and test data. The result must depend only on the data and the seed.
+
+        torch computes with one thread meanwhile, so that the result does not depend on the number of workers. Do slow
+        preprocessing in `prepare`, which runs once per machine.
+        """
 
     @abstractmethod
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from hpsearch.search.promotion.generated_code import find_unsafe_code, list_unsafe_code
 from tests.search.promotion.program_attacks import (
@@ -29,6 +31,19 @@ def test_unsafe_code_of_a_loaded_program_is_detected_without_the_check_of_the_pr
     assert not marker.exists()
 
 
+def make_module() -> nn.Module:
+    """Return a module with a layer `linear` and a subgraph `part`."""
+    module = nn.Module()
+    module.linear = nn.Linear(2, 2)
+    module.part = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
+    return module
+
+
+def test_tensors_of_the_module_are_safe() -> None:
+    code = "def forward(self, x):\n    y = self.linear.weight; z = getattr(self.linear, 'bias')\n    return (y, z)"
+    assert list(list_unsafe_code(code, make_module())) == []
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -38,6 +53,10 @@ def test_unsafe_code_of_a_loaded_program_is_detected_without_the_check_of_the_pr
         "eval('1')",
         "self.__class__",
         "self.forward(x)",
+        "self.linear",
+        "self.linear.weight.register_hook",
+        "self.missing",
+        "self.training",
         "self.train(x)",
         "getattr(self, '__class__')",
         "getattr(x, 'data')",
@@ -58,9 +77,9 @@ def test_unsafe_code_of_a_loaded_program_is_detected_without_the_check_of_the_pr
 def test_code_other_than_operators_of_tensors_is_unsafe(statement: str) -> None:
     code = "def forward(self, x, y):\n    {}\n    return (x,)"
     safe = "part = self.part; z = torch.ops.higher_order.wrap_with_set_grad_enabled(True, part, y); part = None"
-    assert list(list_unsafe_code(code.format(safe), {"part"})) == []
-    assert list(list_unsafe_code(code.format(safe), {"other"}))
-    assert list(list_unsafe_code(code.format(f"z = {statement}"), {"part"}))
+    assert list(list_unsafe_code(code.format(safe), make_module())) == []
+    assert list(list_unsafe_code(code.format(safe), nn.Module()))
+    assert list(list_unsafe_code(code.format(f"z = {statement}"), make_module()))
 
 
 @pytest.mark.parametrize(
@@ -80,4 +99,4 @@ def test_code_other_than_operators_of_tensors_is_unsafe(statement: str) -> None:
     ],
 )
 def test_other_statements_and_names_are_unsafe(code: str) -> None:
-    assert list(list_unsafe_code(code, {"part"}))
+    assert list(list_unsafe_code(code, make_module()))
