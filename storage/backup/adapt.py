@@ -57,9 +57,9 @@ def repair_attributes(studies: Any) -> None:
             if _is_plain_text(decode_attr(value)):
                 continue
             if key == TRACKING:
-                statement, values = f"UPDATE {table} SET value_json = %s", [json.dumps(PENDING)]  # noqa: S608
+                statement, values = f"UPDATE {table} SET value_json = %s", [json.dumps(PENDING)]  # noqa: S608 constant names
             else:
-                statement, values = f"DELETE FROM {table}", []  # noqa: S608
+                statement, values = f"DELETE FROM {table}", []  # noqa: S608 constant names
             studies.execute(f"{statement} WHERE {owner} = %s AND key = %s", (*values, row, key))
 
 

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from hpsearch.objectives.training.loop.epoch import train_step
 from hpsearch.objectives.training.loop.guards import NonFiniteError, StepPosition, translate_torch_errors
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reports.plots import plot_overfit
-from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed
+from hpsearch.objectives.training.reproducibility.seeds import make_reproducible, set_seed, use_one_thread
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -100,7 +99,8 @@ def run_smoke_test(
         tried = _disable_regularization(config, config.lr * factor, samples)
         wrapped = wrap_training_errors(f"{type(objective).__name__} in the smoke test")
         reproducible = make_reproducible(deterministic=config.deterministic)
-        with reproducible, _single_thread(), wrapped, translate_torch_errors(tried, device):
+        # On a loaded machine, several threads spin while they wait for each other.
+        with reproducible, use_one_thread(), wrapped, translate_torch_errors(tried, device):
             run, scores = build_run(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(objective, run, scores, samples, steps, deadline)
         if found.passed:
@@ -111,17 +111,6 @@ def run_smoke_test(
             break
     assert result is not None
     return result
-
-
-@contextmanager
-def _single_thread() -> Iterator[None]:
-    """Compute in one thread: on a loaded machine, several threads spin while they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _disable_regularization(config: TrainConfig, lr: float, samples: int) -> TrainConfig:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
@@ -17,7 +15,7 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.folds import Fold
 from hpsearch.objectives.training.data.resplit import ResplitSeed, request_split
 from hpsearch.objectives.training.data.splits import Splits, merge_train_val
-from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.training.reproducibility.seeds import set_seed, use_one_thread
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -131,17 +129,6 @@ def _digest_samples(part: Dataset, contents: str, *, by_labels: bool = False) ->
     return hashlib.sha256(contents.encode()).hexdigest()
 
 
-@contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Let torch compute with one thread: the last digits, and so the hash of the data, depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed, fold: Fold | None = None) -> Splits:
     owner = type(objective).__name__
     set_seed(split_seed, "data")  # data() may use the global generators
@@ -149,7 +136,7 @@ def _call_data(objective: Objective, split_seed: int, resplit_seed: ResplitSeed,
     with (
         wrap_user_errors(f"{owner}.data"),
         request_split(resplit_seed, fold, fold_seed) as request,
-        _use_one_thread(),
+        use_one_thread(),  # the last digits, and so the hash of the data, depend on the number of threads
     ):
         splits = objective.data(split_seed)
     if fold is not None and not request.has_divided:

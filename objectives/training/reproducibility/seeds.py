@@ -132,3 +132,14 @@ def keep_torch_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)
+
+
+@contextmanager
+def use_one_thread() -> Iterator[None]:
+    """Let torch compute with one thread during this block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
