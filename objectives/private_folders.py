@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpsearch.changeable_paths import find_changeable_part
@@ -77,6 +78,33 @@ def find_safe_temporary_folder() -> Path:
             f"other users can rename files in the temporary folder {str(parent)!r}, and {str(error.filename)!r} cannot "
             f"be written ({error.strerror}); set TMPDIR to a folder that only you can write to"
         ) from None
+
+
+_temporary_folders: dict[Path, int] = {}  # ids of the processes that opened them
+
+
+@contextmanager
+def open_temporary_folder() -> Iterator[Path]:
+    """Yield a temporary folder in which other users cannot replace files, and remove it at the end.
+
+    Raises:
+        ObjectiveError: see `find_safe_temporary_folder`.
+        OSError: the folder cannot be created.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as name:
+        folder = Path(name)
+        _temporary_folders[folder] = os.getpid()
+        try:
+            yield folder
+        finally:
+            _temporary_folders.pop(folder, None)
+
+
+def remove_temporary_folders() -> None:
+    """Remove the open temporary folders of this process, which a signal ends without cleanup."""
+    for folder, pid in list(_temporary_folders.items()):
+        if pid == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def use_private_compiler_cache() -> None:

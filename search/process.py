@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpsearch.objectives.private_folders import remove_temporary_folders
+
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
 EXIT_UNAVAILABLE = 1  # a service is unavailable, or an internal error: a retry may succeed
@@ -127,6 +129,7 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != survivor:
+            remove_temporary_folders()
             report_exit(128 + number)
             os._exit(128 + number)  # user code could catch an exception
 

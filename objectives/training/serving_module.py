@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,10 +56,15 @@ class PositionalInputsWrapper(nn.Module):
         def forward(*parts: Tensor, **named: Tensor) -> object:
             return call(model, unflatten_like(x, iter(bound.bind(*parts, **named).args)))
 
-        names = [re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name) for name, _ in tensors(x)]
+        names = [_make_identifier(name) for name, _ in tensors(x)]
         bound = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
         forward.__signature__ = bound  # type: ignore[attr-defined]  # exporters read it
         self.forward = forward
+
+
+def _make_identifier(name: str) -> str:
+    identifier = re.sub(r"\W", "_", f"_{name}" if name[0].isdigit() else name)
+    return f"{identifier}_" if keyword.iskeyword(identifier) else identifier
 
 
 def make_exportable(model: nn.Module, call: ForwardCall, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:

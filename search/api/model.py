@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.model_files import fetch_model, remove_ids
 from hpsearch.search.promotion.serve_check import find_version
@@ -46,8 +44,8 @@ def load_model(model: str, *, allow_code: bool = False, **where: Unpack[Addresse
     tracking = services.open_tracking()
     storage = open_storage(services.storage_url, application_name="hpsearch load-model")
     version = find_version(Registry(tracking.client), model)
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as folder:
-        files = fetch_model(storage.engine, tracking, version, Path(folder), name=model, allow_code=allow_code)
+    with open_temporary_folder() as folder:
+        files = fetch_model(storage.engine, tracking, version, folder, name=model, allow_code=allow_code)
         if reason := read_export_failure(tracking.client, version.model_id):
             raise SearchError(
                 f"{model}: the model could not be exported ({reason}); its description in MLflow has the code that "

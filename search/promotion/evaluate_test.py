@@ -6,15 +6,13 @@ evaluation, and rejects a second evaluation. The test samples are scored last.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.custom_loop.loop_objective import RestoredLoop
 from hpsearch.objectives.fit import restore_model
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import find_selected_run, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import find_winner, read_finalists
@@ -124,9 +122,9 @@ def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tra
         ObjectiveError: the data or the model have changed since the trial ran.
     """
     trained_by, trial = candidate.refit or (study, candidate.trial)
-    with tempfile.TemporaryDirectory(dir=find_safe_temporary_folder()) as folder:
+    with open_temporary_folder() as folder:
         weights = BestWeights(trained_by, trial, error_end="the test set was not evaluated")
-        path = weights.fetch(tracking, Path(folder))
+        path = weights.fetch(tracking, folder)
         restored = restore_model(trained_by.objective(), weights.read(path))
         if not isinstance(restored, RestoredLoop):  # only the custom loop can measure its validation value
             weights.verify_score(restored)

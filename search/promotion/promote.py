@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import IntegrityError
 
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
@@ -124,8 +123,8 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
     model_id = registry.find_registrable_model(run_id)
     made = model_id is None
     model_id = model_id or make_model_from_checkpoint(study, chosen, tracking)
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as folder:
-        _, sha256 = download_verified(study.engine, tracking, model_id, Path(folder), name=f"trial {chosen.number}")
+    with open_temporary_folder() as folder:
+        _, sha256 = download_verified(study.engine, tracking, model_id, folder, name=f"trial {chosen.number}")
     evidence = gather_evidence(found, chosen, tracking.client, verified=(model_id, sha256))
     with registry_lock(study.engine) as connection:
         current = registry.get_version_by_alias(name, alias)
@@ -133,11 +132,16 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
         check_lock_held(connection)
+        try:  # before the alias points to the version; the study cannot be deleted until the end of the transaction
+            record_promotion(connection, evidence.to_record(), name, version.number, alias, by=get_user_and_host())
+        except IntegrityError:
+            raise SearchError(
+                f"study {study.spec.name!r} was deleted during the promotion; {name}@{alias} stays as it was"
+            ) from None
         replaced = current if current is not None and current.number != version.number else None
         if replaced is not None:  # first, so that a repetition after a crash still finds the former version
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
-        record_promotion(connection, evidence.to_record(), name, version.number, alias, by=get_user_and_host())
     return PromotionResult(
         trial=chosen.number,
         model=name,

@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import require_model_objective
 from hpsearch.objectives.objective import Objective, overrides
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.config import TrainConfig
@@ -130,9 +129,8 @@ def serve_check(
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value for the comparison")
     scored: float | None
     by_weights = False
-    with tempfile.TemporaryDirectory(prefix="hpsearch-serve-", dir=find_safe_temporary_folder()) as name:
-        folder, engine = Path(name), storage.engine
-        files = fetch_model(engine, tracking, version, folder, name=reference, allow_code=allow_code)
+    with open_temporary_folder() as folder:
+        files = fetch_model(storage.engine, tracking, version, folder, name=reference, allow_code=allow_code)
         objective = require_model_objective(study.objective(), "serve-check")
         splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
         changed = _describe_changes(study, objective, splits, version)

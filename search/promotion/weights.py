@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json
 from hpsearch.objectives.custom_loop.run import export_model
 from hpsearch.objectives.fit import require_model_objective
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.training.checks.restore_best import RestoredModel, restore_best
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
@@ -125,8 +124,8 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
         raise SearchError(f"{missing} yet ({known}); send the model with {format_command('sync', study.spec.name)}")
     weights = BestWeights(study, trial, error_end="nothing was promoted")
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as name:
-        folder, run_id = Path(name), str(trial.user_attrs[RUN_ID])
+    with open_temporary_folder() as folder:
+        run_id = str(trial.user_attrs[RUN_ID])
         path = weights.fetch(tracking, folder)
         best = weights.read(path)
         number, spec = trial.number, study.spec

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -24,6 +22,7 @@ from hpsearch.objectives.errors import (
     wrap_user_errors,
 )
 from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
@@ -189,9 +188,9 @@ def smoke_test(
             result = make_failed_result(str(error))
         outcome = _format_result(result)
         if tracking is not None and result.losses:
-            with tempfile.TemporaryDirectory() as folder:
-                result.write(Path(folder))
-                for file in sorted(Path(folder).iterdir()):
+            with open_temporary_folder() as folder:
+                result.write(folder)
+                for file in sorted(folder.iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)
         study.set_attr(SMOKE_TEST, outcome)
     if not outcome.startswith("failed") and _SIGNS not in outcome:

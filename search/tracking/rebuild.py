@@ -7,7 +7,6 @@ the epochs and the best weights, from which the run and the model can be rebuilt
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.fit import rebuild_result
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
@@ -98,8 +97,7 @@ def resend(
 def _resend(
     study: StoredStudy, tracker: Tracker, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="hpsearch-", dir=find_safe_temporary_folder()) as name:
-        folder = Path(name)
+    with open_temporary_folder() as folder:
         result = _rebuild_result(study, checkpoints, objective, trial, folder)
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
         tracked = TrialTracking(tracker, study, claim)

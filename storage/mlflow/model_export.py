@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
     from torch import nn
 
+# torch.export distinguishes dimensions of size 1 from all others.
+_MIN_SIZE, _MAX_SIZE = 2, 2**31
+
 
 def export_model(
     model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]], folder: Path
@@ -60,9 +63,10 @@ def export_model(
 def _check_dynamic_dims(
     folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]]
 ) -> None:
-    """Raise ValueError if the exported model accepts only the example's sizes in a dynamic dimension.
+    """Raise ValueError if the exported model does not accept all sizes from 2 on in a dynamic dimension.
 
-    `torch.export` may specialize dynamic dimensions to the sizes of the example without an error.
+    `torch.export` may specialize dynamic dimensions to sizes like those of the example without an error. For example,
+    `torch.cdist` has other code for more than 25 rows.
     """
     import torch
 
@@ -75,6 +79,10 @@ def _check_dynamic_dims(
         for dim in dims:
             if isinstance(size := shapes[str(traced_name)][dim], int):
                 raise ValueError(f"torch.export fixed dimension {dim} of {name or 'inputs'} at size {size}")
+            bounds = program.range_constraints.get(size.node.expr)
+            if bounds is not None and (bounds.lower > _MIN_SIZE or bounds.upper < _MAX_SIZE):
+                limits = f"{bounds.lower} to {bounds.upper}"
+                raise ValueError(f"torch.export limited dimension {dim} of {name or 'inputs'} to sizes from {limits}")
 
 
 def _make_signature(

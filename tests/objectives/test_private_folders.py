@@ -28,6 +28,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+def test_a_signal_removes_temporary_folders(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from hpsearch.search.process import exit_on_signals\n"
+        "from hpsearch.objectives.private_folders import open_temporary_folder\n"
+        "exit_on_signals()\n"
+        "with open_temporary_folder() as folder:\n"
+        "    (folder / 'model').touch(); os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=60)
+    assert done.returncode == 128 + 15
+    assert list(tmp_path.glob("hpsearch-*")) == []
+
+
 def test_a_folder_is_closed_to_others(home: Path) -> None:
     folder = open_private_folder("prepared")
     folder.chmod(0o755)

@@ -17,5 +17,5 @@ def find_data_leaks(objective: Objective, splits: Splits, split_hash: str) -> di
     owner = type(objective).__name__
     if unknown := sorted(set(objective.ignored_leaks) - set(KINDS)):
         raise ObjectiveError(f"{owner}.ignored_leaks has {unknown[0]!r}; choose from {', '.join(KINDS)}")
-    leaks = find_leaks_once(splits, split_hash)
+    leaks = find_leaks_once(splits, split_hash, allow_equal="shared_samples" in objective.ignored_leaks)
     return {kind: leak for kind, leak in leaks.items() if kind not in objective.ignored_leaks}

@@ -27,31 +27,33 @@ KINDS = ("shared_samples", "near_duplicates", "target_in_features")
 
 # Of the last splits, by their hash: a command checks its data before the training and for the report, and a worker
 # trains many trials on one split.
-_LEAKS: dict[str, dict[str, str]] = {}
+_LEAKS: dict[tuple[str, bool], dict[str, str]] = {}
 
 
-def find_leaks_once(splits: Splits, split_hash: str) -> dict[str, str]:
+def find_leaks_once(splits: Splits, split_hash: str, *, allow_equal: bool = False) -> dict[str, str]:
     """Return the result of `find_leaks`, which is computed again only for splits with another hash.
 
     Raises:
         ObjectiveError: as for `find_leaks`.
     """
-    if split_hash not in _LEAKS:
-        found = find_leaks(splits)
+    key = split_hash, allow_equal
+    if key not in _LEAKS:
+        found = find_leaks(splits, allow_equal=allow_equal)
         _LEAKS.clear()
-        _LEAKS[split_hash] = found
-    return _LEAKS[split_hash]
+        _LEAKS[key] = found
+    return _LEAKS[key]
 
 
-def find_leaks(splits: Splits) -> dict[str, str]:
+def find_leaks(splits: Splits, *, allow_equal: bool = False) -> dict[str, str]:
     """Return the signs of leakage in data that are in memory: a description by kind, one of `KINDS`.
 
     Raises:
-        ObjectiveError: all samples of a split are in another split, so that its score is meaningless.
+        ObjectiveError: all samples of a split are in another split, so that its score is meaningless, and
+            `allow_equal` is not set.
     """
     digests = {name: list(_digest_inputs(part)) for name, part in splits.parts() if part.in_memory}
     found = {
-        "shared_samples": _describe_shared_samples(splits, digests),
+        "shared_samples": _describe_shared_samples(splits, digests, allow_equal=allow_equal),
         "near_duplicates": _describe_near_duplicates(splits, digests),
         "target_in_features": _describe_target_feature(splits.train) or _describe_targets_in_inputs(splits),
     }
@@ -93,7 +95,7 @@ def _describe_near_duplicates(splits: Splits, digests: dict[str, list[bytes]]) -
     return f"{', '.join(lines)}: split by groups, or remove the duplicates" if lines else None
 
 
-def _describe_shared_samples(splits: Splits, digests: dict[str, list[bytes]]) -> str | None:
+def _describe_shared_samples(splits: Splits, digests: dict[str, list[bytes]], *, allow_equal: bool) -> str | None:
     """Return the numbers of shared samples of the pairs of splits; None if they are few, or can be chance."""
     lines, probability = [], bound_probability_of_equal_samples(splits.train, digests.values())
     for (first, ours), (second, theirs) in itertools.combinations(digests.items(), 2):
@@ -101,10 +103,10 @@ def _describe_shared_samples(splits: Splits, digests: dict[str, list[bytes]]) ->
         shared = sum(digest in known for digest in theirs)
         if shared <= max(_MIN_SHARE * len(theirs), expected + _DEVIATIONS * math.sqrt(expected)):
             continue
-        if shared == len(theirs):
+        if shared == len(theirs) and not allow_equal:
             raise ObjectiveError(
                 f"all {shared} {second} samples are also {first} samples, so their score is meaningless; "
-                "split the data with Splits.make()"
+                "split the data with Splits.make(), or add 'shared_samples' to ignored_leaks"
             )
         lines.append(f"{shared} of {len(theirs)} {second} inputs are also {first} inputs")
     return f"{', '.join(lines)}: split by groups, or remove the duplicates" if lines else None

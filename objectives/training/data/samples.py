@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError, format_user_error, get_first_line
-from hpsearch.objectives.training.data.tree import Tree
+from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors, tensors
 
 # A list of samples -> a batch: inputs for the model, and targets for the loss.
 Collate = Callable[[list[Any]], Any]
@@ -32,7 +32,19 @@ def collate_rows(
         found = read(rows) if read is not None else [samples[row] for row in rows]
     except Exception as error:  # whatever the user's code raises
         raise ObjectiveError(_explain_read_error(samples, rows, names, error)) from error
-    return _split_targets(_collate(found, names, collate or torch_data.default_collate, own=collate is not None))
+    if collate is None:
+        return _split_targets(_collate(found, names, torch_data.default_collate, own=False))
+    return _split_targets(_copy_shared(_collate(found, names, collate, own=True), found))
+
+
+def _copy_shared(batch: Any, samples: list[Any]) -> Any:
+    """Return a batch with copies of tensors that share memory with samples, because models may change their inputs."""
+    known = {leaf.untyped_storage().data_ptr() for _, leaf in tensors(samples)}
+    known |= {leaf.ctypes.data for _, leaf in leaves(samples) if isinstance(leaf, np.ndarray)}
+    known.discard(0)  # of tensors without elements
+    if not any(tensor.untyped_storage().data_ptr() in known for _, tensor in tensors(batch)):
+        return batch
+    return map_tensors(lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in known else tensor, batch)
 
 
 def _explain_read_error(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,23 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else _replace_values(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_tensors(function, value) for value in tree)
     return tree
+
+
+def _replace_values(tree: Mapping[Any, Tree], values: dict[Any, Tree]) -> Tree:
+    """Return a copy of a mapping, such as an output of a model with attributes, with other values; or a dict."""
+    if not isinstance(tree, dict):
+        return values
+    copied = copy.copy(tree)
+    for key, value in values.items():
+        copied[key] = value
+    return copied
 
 
 def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,8 @@ def bind_forward(model: nn.Module, x: Tree) -> ForwardCall:
     if not isinstance(x, (Mapping, tuple)):
         return call_single
     try:
-        signature = inspect.signature(model.forward)
+        # `torch.compile` hides the signature.
+        signature = inspect.signature(getattr(model, "_orig_mod", model).forward)
     except (TypeError, ValueError):  # implemented in C
         return call_single
     if isinstance(x, Mapping) and _can_bind(signature, **x):

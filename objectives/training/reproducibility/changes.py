@@ -35,21 +35,18 @@ def read_changes(source: Path | None) -> str:
     if source is None or os.environ.get(RECORD_CHANGES) == "0":
         return ""
     root = run_git(source.parent, "rev-parse", "--show-toplevel")
-    names = run_git(source.parent, "diff", "--no-ext-diff", "--name-only", "-z", "HEAD") if root else ""
+    names = run_git(source.parent, "diff", "--no-ext-diff", "--name-only", "-z", "HEAD")
+    if not root or not names:
+        return ""
     changed = {Path(root, name).resolve(): name for name in names.split("\0") if name.endswith(".py")}
     imported = _find_imported_files(source.resolve(), Path(root).resolve()) if changed else set()
     files = [name for path, name in changed.items() if path in imported]
-    if not files:
+    options = "--no-ext-diff", "--no-textconv", "--no-color"
+    if not files or not (diff := run_git(Path(root), "diff", *options, "HEAD", "--", *sorted(files))):
         return ""
-    diff = run_git(Path(root), "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *sorted(files))
     if (length := len(diff)) > _MAX_LENGTH:
         diff = f"{diff[:_MAX_LENGTH].rpartition(chr(10))[0]}\n[truncated: {length} characters in total]"
-    return hide_secrets(diff) + "\n" if diff else ""
-
-
-def has_filters(folder: Path) -> bool:
-    """Return whether the settings of a repository define filters, which are programs, or cannot be read."""
-    return _list_users_filters(folder) is None
+    return hide_secrets(diff) + "\n"
 
 
 def _list_users_filters(folder: Path) -> list[str] | None:
@@ -64,10 +61,10 @@ def _list_users_filters(folder: Path) -> list[str] | None:
     return sorted({name.rpartition(".")[0] for _, name in lines})
 
 
-def run_git(folder: Path, *arguments: str) -> str:
+def run_git(folder: Path, *arguments: str) -> str | None:
     """Run git in a folder and return its output.
 
-    The output is empty if git is missing or fails, or if files are to be compared and the settings of the repository
+    The output is None if git is missing or fails, or if files are to be compared and the settings of the repository
     define filters. A repository may be untrusted, and its own settings can name programs: filters, a monitor of files,
     hooks, and transports for missing objects. All but filters are disabled. Submodules are not compared, because they
     may have filters.
@@ -76,15 +73,15 @@ def run_git(folder: Path, *arguments: str) -> str:
     settings: list[str] = []
     if subcommand in {"status", "diff"}:
         if (filters := _list_users_filters(folder)) is None:
-            return ""
+            return None
         # The settings of the repository can extend git-lfs by programs.
         settings = [f"{name}.{key}" for name in filters for key in ("clean=", "process=", "required=false")]
         rest = ["--ignore-submodules=all", *rest]
     try:
         done = _call_git(folder, subcommand, *rest, settings=settings)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 _NO_SETTING = 1  # exit code of `git config` if no setting matches

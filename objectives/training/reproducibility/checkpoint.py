@@ -255,7 +255,8 @@ class RunFiles:
         """Remove temporary files of a process that was killed while it wrote a file."""
         for pattern in (".*.pt.*.tmp", ".config.yaml.tmp", ".changes.diff.tmp"):
             for path in self.run_dir.glob(pattern):
-                path.unlink(missing_ok=True)
+                if not path.is_dir():
+                    path.unlink(missing_ok=True)
 
     def remove_unreferenced_shards(self) -> None:
         """Remove the shards that no checkpoint in the directory references."""

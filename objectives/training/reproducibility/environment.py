@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpsearch.objectives.training.reproducibility.changes import has_filters, run_git
+from hpsearch.objectives.training.reproducibility.changes import run_git
 from hpsearch.redaction import redact
 
 # A resume is bit-exact only if none of these differs.
@@ -57,5 +57,5 @@ def _git(folder: Path) -> dict[str, Any]:
     """Return the commit of the source, and whether tracked files differ from it; None if they cannot be compared."""
     if not (sha := run_git(folder, "rev-parse", "HEAD")):
         return {}
-    changed = bool(run_git(folder, "status", "--porcelain", "--untracked-files=no"))
-    return {"git_sha": sha, "git_dirty": None if has_filters(folder) else changed}
+    changes = run_git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"git_sha": sha, "git_dirty": None if changes is None else bool(changes)}

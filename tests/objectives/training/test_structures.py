@@ -13,7 +13,7 @@ from hpsearch.objectives.training.checks.lr_range import run_lr_range_test
 from hpsearch.objectives.training.checks.smoke import run_smoke_test
 from hpsearch.objectives.training.data.samples import pad_collate
 from hpsearch.objectives.training.data.tree import tensors
-from hpsearch.objectives.training.evaluation.step import Step
+from hpsearch.objectives.training.evaluation.step import Step, bind_forward, call_single
 from hpsearch.objectives.training.serving_module import make_exportable
 from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
 
@@ -188,6 +188,26 @@ def test_an_exported_model_takes_its_tensors_in_order_and_any_length():
     exported = torch.export.export(module, tuple(part for _, part in parts), dynamic_shapes=shapes).module()
     batch = result.val.batch(slice(5, 22))
     torch.testing.assert_close(exported(*(t for _, t in tensors(batch.x))), result.model(**batch.x))
+
+
+def test_inputs_may_have_keywords_of_python_as_names():
+    class Edges(nn.Module):
+        def forward(self, x):
+            return x["from"] - x["to"]
+
+    x = {"from": torch.ones(4, 2), "to": torch.zeros(4, 2)}
+    module, parts = make_exportable(Edges(), call_single, x)
+    exported = torch.export.export(module, tuple(part for _, part in parts)).module()
+    torch.testing.assert_close(exported(x["from"], x["to"]), torch.ones(4, 2))
+
+
+def test_a_compiled_model_takes_several_inputs():
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    model, x = torch.compile(Sum(), backend="eager"), (torch.ones(2), torch.ones(2))
+    torch.testing.assert_close(bind_forward(model, x)(model, x), torch.full((2,), 2.0))
 
 
 def test_several_outputs_are_passed_to_custom_loss_and_metrics(objective_with):

@@ -236,6 +236,18 @@ def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Trac
     assert tracked.promotion_rows() == [(1, tracked.name, 1, "champion", by, True)]
 
 
+def test_a_study_that_is_deleted_during_its_promotion_keeps_the_alias(
+    own_tracked: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete_study(*_: object) -> None:
+        own_tracked.storage.delete_study(own_tracked.stored.study_id)
+
+    monkeypatch.setattr("hpsearch.search.promotion.promote.write_evidence", delete_study)
+    with pytest.raises(SearchError, match="was deleted during the promotion"):
+        promote(own_tracked.stored, own_tracked.tracking)
+    assert own_tracked.client.get_registered_model(own_tracked.name).aliases == {}
+
+
 def test_damaged_attributes_stop_no_other_promotion(tracked: Tracked, caplog: pytest.LogCaptureFixture) -> None:
     """A worker's role can write any attributes."""
     promote(tracked.stored, tracked.tracking)

@@ -87,6 +87,11 @@ def test_ignored_leaks_are_not_shown(leaking: Path, capsys: pytest.CaptureFixtur
     assert "warning" not in capsys.readouterr().out
 
 
+def test_equal_splits_can_be_allowed(leaking: Path) -> None:
+    same = "Dataset(splits.val.x, splits.val.y)"
+    assert run(leaking, same, same, '    ignored_leaks = {"shared_samples"}\n') == 0
+
+
 def test_unknown_kinds_of_leaks_are_rejected(leaking: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(leaking, "val", "splits.test", '    ignored_leaks = {"x"}\n') == 2
     assert (

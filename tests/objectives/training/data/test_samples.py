@@ -174,3 +174,13 @@ def test_a_memory_mapped_array_is_read_lazily(tmp_path):
     splits.check()
     assert splits.hash() == plain.hash(), "the same data, wherever they lie"
     assert re.fullmatch("[0-9a-f]{64}", splits.hash())
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.numpy, torch.Tensor.clone])
+def test_a_batch_shares_no_memory_with_samples(convert):
+    """A model may change its inputs in place."""
+    samples = [(convert(torch.ones(size)), 0) for size in (2, 3)]
+    data = Dataset.of(samples, collate=lambda rows: ([torch.as_tensor(x) for x, _ in rows], torch.zeros(len(rows))))
+    for part in data.batch(slice(None)).x:
+        part.zero_()
+    assert [float(x.sum()) for x, _ in samples] == [2.0, 3.0]

@@ -244,6 +244,14 @@ def test_outputs_for_training_metrics_keep_their_types():
     assert types == {"path": torch.int64, "mask": torch.bool, "logits": torch.float32}
 
 
+def test_outputs_for_training_metrics_keep_their_attributes():
+    class Output(dict):
+        def __getattr__(self, name):
+            return self[name]
+
+    assert detach_outputs(Output(logits=torch.ones(1, requires_grad=True))).logits.requires_grad is False
+
+
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_training_metrics_accept_outputs_of_different_lengths(shape):
     class Count:

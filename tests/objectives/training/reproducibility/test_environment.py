@@ -49,6 +49,14 @@ def test_a_clean_source_is_recorded_as_its_commit(repository, tmp_path):
     assert not (tmp_path / "run" / "changes.diff").exists()
 
 
+def test_changes_are_unknown_if_git_fails(repository, tmp_path):
+    folder, sha = repository
+    with (folder / ".git" / "config").open("a") as config:
+        config.write("[status]\n    showUntrackedFiles = x\n[diff]\n    renames = x\n")
+    found = _train(folder, tmp_path / "run")
+    assert (found["git_sha"], found["git_dirty"]) == (sha, None)
+
+
 def test_uncommitted_changes_are_stored_as_a_patch_without_passwords(repository, tmp_path):
     folder, sha = repository
     source = SOURCE.replace("epochs = 2", "epochs = 3") + "\nURL = 'postgresql://bob:hunter2@db/optuna'\n"
