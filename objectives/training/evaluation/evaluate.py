@@ -48,18 +48,42 @@ PartEvaluator = Callable[[nn.Module, Dataset], Mapping[str, float]]  # metrics o
 
 @contextmanager
 def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
-    """Return a context for evaluation without gradients; its end restores the model's mode and the random generators.
+    """Return a context for evaluation without gradients, which does not change the model.
 
-    The random generators are seeded by `purpose`, so that repeated evaluations are equal.
+    Its end restores the model's mode, its buffers and the random generators. The random generators are seeded by
+    `purpose`, so that repeated evaluations are equal.
     """
     training = model.training
     model.eval()
     try:
         # Not `inference_mode`: training could not use tensors that the model keeps from here, such as a cache.
-        with torch.no_grad(), seed_device_temporarily(device, purpose):
+        with _keep_buffers(model), torch.no_grad(), seed_device_temporarily(device, purpose):
             yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def _keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers that the model changes in this context, as observers of quantization do in evaluation mode too.
+
+    Otherwise the stored weights would differ from those that were validated, and would depend on the validation data.
+    """
+    before = [
+        (module, name, buffer, buffer._version, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, copied in before:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.resize_as_(copied).copy_(copied)
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
 
 
 def evaluate(  # noqa: PLR0913 options by keyword
