@@ -1,8 +1,9 @@
 """Static check of `torch.export` programs, before they are loaded.
 
-`torch.export.load` executes content of the file: it unpickles objects, resolves the names of operators to any function
-below `torch`, evaluates symbolic sizes with sympy, and compiles guards to Python code. This module accepts a program
-only if all these parts are plain, without loading the program.
+`torch.export.load` executes content of the file: it unpickles objects, resolves the names of operators and of the
+functions in the metadata of nodes to any attribute below `torch`, which may load a library, evaluates symbolic sizes
+with sympy, and compiles guards to Python code. This module accepts a program only if all these parts are plain, without
+loading the program.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,10 +52,13 @@ _SYMBOLIC_FUNCTIONS = {
     *("PowByNatural", "PythonMod", "RShift", "Rational", "RoundDecimal", "RoundToInt", "StrictGreaterThan"),
     *("StrictLessThan", "Symbol", "ToFloat", "TruncToFloat", "TruncToInt", "Unequality", "Where", "ceiling", "floor"),
 }
+# Functions whose first argument is a text, which sympy evaluates in other functions.
+_TEXT_FUNCTIONS = {"Symbol": re.compile(r"[A-Za-z_]\w*"), "Float": re.compile(r"[\d.e+-]+|inf|nan")}
 _SYMBOL = re.compile(r"[a-z]{1,3}\d+|true|false|oo|int_oo|nan|L")
 _TENSOR_METHODS = {"size", "stride", "storage_offset", "dim", "numel"}
 _NAME = re.compile(r"[\w.:+\-]*")  # names of types and devices
 _IDENTIFIER = re.compile(r"([^\W\d]\w*)?")  # names of values and keyword arguments, which torch writes into code
+_INPUT_NAME = re.compile(r"[\w.\-]*")  # texts in the structure of inputs; torch writes keys into code
 _IDENTIFIER_KEYS = {"name", "as_name", "user_input_name", "forward_arg_names"}
 # Names that the code of torch reads. A value with such a name would replace what torch reads.
 _RESERVED_NAMES = frozenset(
@@ -62,6 +67,8 @@ _RESERVED_NAMES = frozenset(
 _VALUES_KEYS = {"tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values", "custom_obj_values"}
 _ATTRIBUTE_KEYS = {"parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn"}
 _JSON_KEYS = {"in_spec", "out_spec", "context"}  # the structures of inputs and outputs, which are JSON in JSON
+# Of nodes. The first contains names of functions, which torch looks up; the others are texts of messages.
+_METADATA_KEYS = {"source_fn_stack", "stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node"}
 _TEXT = re.compile(r"[\w.:+\-*/,<> ]*")  # texts without quotes and brackets, such as the equation of an einsum
 _IMPORTS = re.compile(r"default_factory_module|__enum__")  # fields of structures that name a module to import
 _NODES = (
@@ -153,9 +160,8 @@ def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) ->
     for name, item in value.items():
         if not _NAME.fullmatch(name) or _IMPORTS.search(name) or (key in _VALUES_KEYS and is_reserved(name)):
             yield f"the name {name[:80]!r}"
-        if is_node and name == "metadata":  # texts of messages, unless they name a module
-            if _IMPORTS.search(text := json.dumps(item)) or "\\\\u" in text:  # or a name with an escape
-                yield "the import of a module"
+        if is_node and name == "metadata":
+            yield from _list_unsafe_metadata(item)
         elif is_node and name == "inputs":
             for each in item:
                 yield from _list_unsafe_values(each, name, is_argument=True)
@@ -165,6 +171,32 @@ def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) ->
             yield "a subgraph in a dictionary"
         elif not (is_node and name == "target"):
             yield from _list_unsafe_values(item, "argument" if is_argument and name == "name" else name)
+
+
+def _list_unsafe_metadata(metadata: dict[str, str]) -> Iterator[str]:
+    yield from (f"the metadata {key[:80]!r}" for key in metadata.keys() - _METADATA_KEYS)
+    if _IMPORTS.search(text := json.dumps(metadata)) or "\\\\u" in text:  # a name may have an escape
+        yield "the import of a module"
+    if stack := metadata.get("source_fn_stack"):
+        for entry in stack.split(";"):
+            target = entry.partition(",")[2]
+            if not (target.isidentifier() or is_safe_operator(target) or _is_torch_function(target)):
+                yield f"the function {target[:80]!r}"
+
+
+def _is_torch_function(path: str) -> bool:
+    """Return whether a path leads through modules of torch to a function or class, which this function does not call.
+
+    It reads no attributes, because those of some objects load libraries: ``torch.ctypes.cdll.NAME``.
+    """
+    parents = path.split(".")
+    last, module = parents.pop(), torch
+    for length in range(2, len(parents) + 1):
+        below = vars(module).get(parents[length - 1])
+        if not isinstance(below, ModuleType) or below.__name__ != ".".join(parents[:length]):
+            return False
+        module = below
+    return parents[:1] == ["torch"] and callable(vars(module).get(last))
 
 
 def _list_unsafe_calls(target: str, inputs: list[dict[str, Any]]) -> Iterator[str]:
@@ -193,13 +225,15 @@ def _is_safe_text(text: str, key: str) -> bool:
     if key == "as_operator":
         return is_safe_operator(text)
     if key in {"expr_str", "guards_code"}:
-        return _is_safe_expression(text)
+        return _is_safe_expression(text, is_guard=key == "guards_code")
     if key == "argument":
         return _IDENTIFIER.fullmatch(text) is not None
     if key in _IDENTIFIER_KEYS:
         return _IDENTIFIER.fullmatch(text) is not None and not is_reserved(text)
     if key in _ATTRIBUTE_KEYS:
         return _is_safe_attribute(text)
+    if key == "in_spec" and not all(map(_INPUT_NAME.fullmatch, _list_texts(text))):
+        return False
     if key in _JSON_KEYS and text.startswith(("[", "{", '"')):
         return not _IMPORTS.search(text) and next(_list_unsafe_values(json.loads(text), key), None) is None
     return bool(_TEXT.fullmatch(text)) and not _IMPORTS.search(text)
@@ -257,14 +291,40 @@ def is_safe_operator(target: str) -> bool:
     return False
 
 
-def _is_safe_expression(text: str) -> bool:
+def _list_texts(text: str) -> Iterator[str]:
+    """Return the texts in a JSON text, and in the JSON texts that it contains."""
+    values: list[Any] = [text]
+    while values:
+        value = values.pop()
+        if isinstance(value, str) and value.startswith(("[", "{", '"')):
+            values.append(json.loads(value))
+        elif isinstance(value, str):
+            yield value
+        elif isinstance(value, list | dict):
+            values += value if isinstance(value, list) else [*value, *value.values()]
+
+
+def _is_safe_expression(text: str, *, is_guard: bool) -> bool:
     """Return whether an expression has only sizes of tensors, numbers, and the functions of symbolic sizes."""
     if not text.isprintable() or "\\" in text or "#" in text:  # torch removes line feeds before it runs the text
         return False
     try:
-        return all(map(_is_safe_node, ast.walk(ast.parse(text, mode="eval"))))
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
     except SyntaxError:
         return False
+    texts = {id(each) for node in nodes for each in _list_plain_texts(node, is_guard=is_guard)}
+    return all(id(node) in texts or _is_safe_node(node) for node in nodes)
+
+
+def _list_plain_texts(node: ast.AST, *, is_guard: bool) -> Iterator[ast.Constant]:
+    """Return the constants in a node that are names of symbols, floats, or keys of the inputs that a guard checks."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str() as text) as constant, *_]):
+            if name in _TEXT_FUNCTIONS and _TEXT_FUNCTIONS[name].fullmatch(text):
+                yield constant
+        case ast.Subscript(slice=ast.Constant(value=str() as text) as constant):
+            if is_guard and _NAME.fullmatch(text):
+                yield constant
 
 
 def _is_safe_node(node: ast.AST) -> bool:
@@ -279,8 +339,6 @@ def _is_safe_node(node: ast.AST) -> bool:
             return name in _SYMBOLIC_FUNCTIONS or _SYMBOL.fullmatch(name) is not None
         case ast.Attribute(attr=name):
             return name in _TENSOR_METHODS
-        case ast.Constant(value=str() as name):
-            return _NAME.fullmatch(name) is not None
         case ast.Constant(value=value):  # not bytes: torch writes the expression into a text of the code that it runs
             return value is None or isinstance(value, int | float)
     return isinstance(node, _NODES)

@@ -2,7 +2,8 @@
 
 Postgres prefers an operator of the schema that fits the types exactly to one of its own. So a user who creates one
 there can run code as each user who works with the tables, also as the owner (CVE-2018-1058). So can the owner of a
-table that hpsearch uses, by a trigger, and the owner of a type, by a cast.
+table that hpsearch uses, by a trigger, and the owner of a type, by a cast. A user who may create schemas could create
+one with the name of the owner, which is the first of the default search path.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
     The transaction must end afterwards: its search path lacks the schema.
 
     Returns:
-        Errors and warnings, each with the remedy. Errors are functions, operators, types, and tables with the names of
-        hpsearch's tables, of other users in the schema: further statements may run their code. Warnings are withdrawn
-        privileges, users who may still create in the schema, and other tables of other users.
+        Errors and warnings, each with the remedy. Errors are schemas, functions, operators, types, and tables with the
+        names of hpsearch's tables, of other users in the search path: further statements may run their code. Warnings
+        are withdrawn privileges, users who may still create in the schema or the database, and other tables of other
+        users.
     """
     cursor.execute("SELECT current_schemas(false)::text[]")
     (schemas,) = cursor.fetchone()
+    cursor.execute("SHOW search_path")
+    (path,) = cursor.fetchone()
     cursor.execute("SET LOCAL search_path = pg_catalog")  # so that these queries use no operators of other users
     warnings = []
+    errors = _describe_foreign_objects(_find_foreign_schemas(cursor, schemas))
+    if not errors:
+        _fix_search_path(cursor, path, schemas)
+    warnings += _find_creators_of_schemas(cursor)
     for schema, grantee, owners, can_revoke in _find_creators(cursor, schemas):
         statement = f"REVOKE CREATE ON SCHEMA {schema} FROM {grantee}; GRANT ALL ON SCHEMA {schema} TO {owners}"
         if can_revoke and grantee == _EVERYONE:
@@ -45,7 +53,7 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
             )
     tables = _find_foreign_objects(cursor, schemas, _TABLES)
     used = [table for table in tables if table.split()[1].rpartition(".")[2] in _USED_TABLES]
-    errors = _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE), *used])
+    errors += _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE), *used])
     if others := [table for table in tables if table not in used]:
         warnings.append(
             f"other users own tables in the schema of the studies: {_shorten(others)}; check their triggers"
@@ -61,14 +69,31 @@ def find_foreign_code(cursor: Any) -> list[str]:
     cursor.execute("SELECT current_schemas(false)::text[]")
     (schemas,) = cursor.fetchone()
     cursor.execute("SET LOCAL search_path = pg_catalog")
-    return _describe_foreign_objects(_find_foreign_objects(cursor, schemas, f"{_CODE} UNION ALL {_TABLES}"))
+    found = _find_foreign_objects(cursor, schemas, f"{_CODE} UNION ALL {_TABLES}")
+    return _describe_foreign_objects([*_find_foreign_schemas(cursor, schemas), *found])
+
+
+def _fix_search_path(cursor: Any, path: str, schemas: list[str]) -> None:
+    """Store the current schemas as the user's search path in this database, instead of `$user`.
+
+    A path that the user has chosen stays. After SET ROLE, Postgres reads the settings of the login role, which the
+    current user may not be allowed to change.
+    """
+    from psycopg2 import sql
+
+    cursor.execute("SELECT current_database(), session_user = current_user")
+    database, is_login = cursor.fetchone()
+    if '"$user"' in path and schemas and is_login:
+        names = sql.SQL(", ").join(map(sql.Identifier, schemas))
+        statement = sql.SQL("ALTER ROLE CURRENT_USER IN DATABASE {} SET search_path = {}")
+        cursor.execute(statement.format(sql.Identifier(database), names))
 
 
 def _describe_foreign_objects(objects: list[str]) -> list[str]:
     if not objects:
         return []
     return [
-        f"other users own objects in the schema of the tables, whose code could run as the owner: "
+        f"other users own objects in the search path of the tables, whose code could run as the owner: "
         f"{_shorten(objects)}; as their owner or a superuser, drop them or move them to another schema"
     ]
 
@@ -104,37 +129,57 @@ def _find_creators(cursor: Any, schemas: list[str]) -> list[tuple[str, str, str,
     return [tuple(row) for row in cursor.fetchall()]
 
 
+def _find_creators_of_schemas(cursor: Any) -> list[str]:
+    """Return warnings, with the remedy, about other users who may create schemas in the database."""
+    cursor.execute(
+        """
+        SELECT quote_ident(datname), CASE grantee WHEN 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END
+          FROM pg_database CROSS JOIN aclexplode(datacl)
+         WHERE datname = current_database() AND privilege_type = 'CREATE' AND grantee <> datdba
+           AND NOT EXISTS (SELECT FROM pg_roles
+                            WHERE oid = grantee AND (rolsuper OR rolname = current_user))
+        """
+    )
+    return [
+        f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create schemas and extensions in the "
+        f"database; run as its owner: REVOKE CREATE ON DATABASE {database} FROM {grantee}"
+        for database, grantee in cursor.fetchall()
+    ]
+
+
 # Kind and name, owner and schema of each object.
 _CODE = """
-    SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace, oid, 'pg_proc'::regclass FROM pg_proc
+    SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace FROM pg_proc
     UNION ALL
-    SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace, oid, 'pg_operator'::regclass FROM pg_operator
+    SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace FROM pg_operator
     UNION ALL
-    SELECT 'type ' || oid::regtype::text, typowner, typnamespace, oid, 'pg_type'::regclass
+    SELECT 'type ' || oid::regtype::text, typowner, typnamespace
       FROM pg_type WHERE typtype IN ('b', 'd', 'e', 'm', 'r') AND typelem = 0::oid
 """
 _TABLES = """
-    SELECT 'table ' || oid::regclass::text, relowner, relnamespace, oid, 'pg_class'::regclass
+    SELECT 'table ' || oid::regclass::text, relowner, relnamespace
       FROM pg_class WHERE relkind IN ('r', 'p', 'v', 'm', 'f')
 """
 
 
 def _find_foreign_objects(cursor: Any, schemas: list[str], objects: str) -> list[str]:
-    """Return the objects of other users than the database's owner, superusers and roles of the current user.
-
-    The objects of extensions do not count, because their scripts are those of the server's administrator.
-    """
+    """Return the objects of other users than the database's owner, superusers and roles of the current user."""
     cursor.execute(
         f"""
         SELECT object || ' of ' || quote_ident(rolname)
-          FROM ({objects}) AS o (object, owner, namespace, id, catalog)
+          FROM ({objects}) AS o (object, owner, namespace)
           JOIN pg_namespace n ON n.oid = namespace
           JOIN pg_roles r ON r.oid = owner
          WHERE nspname = ANY(%s) AND NOT rolsuper AND NOT pg_has_role(owner, 'USAGE')
            AND owner <> (SELECT datdba FROM pg_database WHERE datname = current_database())
-           AND NOT EXISTS (SELECT FROM pg_depend WHERE classid = catalog AND objid = id AND deptype = 'e')
          ORDER BY 1
         """,  # noqa: S608 the parts are constants
         (schemas,),
     )
     return [text for (text,) in cursor.fetchall()]
+
+
+def _find_foreign_schemas(cursor: Any, schemas: list[str]) -> list[str]:
+    """Return the schema with the name of the current user if it belongs to another user."""
+    statement = "SELECT 'schema ' || oid::regnamespace::text, nspowner, oid FROM pg_namespace"
+    return _find_foreign_objects(cursor, schemas, f"{statement} WHERE nspname = current_user")

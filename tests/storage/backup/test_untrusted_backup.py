@@ -306,7 +306,7 @@ def test_an_operator_of_another_user_in_the_target_does_not_run(
         """,
     )
     make_backup(tmp_path / "b.tar", owner_url, database_url, "digits", {})
-    with pytest.raises(StorageError, match="other users own objects in the schema of the tables"):
+    with pytest.raises(StorageError, match="other users own objects in the search path of the tables"):
         restore_there(tmp_path / "b.tar", postgres_server, other, tmp_path / "home")
     assert query(target, "SELECT to_regclass('ran')") == [(None,)]
 

@@ -271,6 +271,53 @@ def test_tables_and_types_of_others_that_hpsearch_would_use_are_an_error(
     execute(team, "CREATE TABLE ran ()")  # the trigger has not created it
 
 
+_PLANTED_SCHEMA = (
+    "CREATE SCHEMA team",
+    "GRANT ALL ON SCHEMA team TO PUBLIC",
+    """
+    CREATE FUNCTION team.run() RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+        CREATE TABLE public.ran (); RETURN true;
+    END $$
+    """,
+    "CREATE VIEW team.studies AS SELECT * FROM public.studies WHERE team.run()",
+    "GRANT ALL ON ALL TABLES IN SCHEMA team TO PUBLIC",
+)
+
+
+@TEAM
+def test_a_schema_with_the_name_of_the_owner_is_not_searched(postgres_server: PostgresServer, team: str) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(admin, "GRANT ALL ON DATABASE team TO team_worker")
+    (warning,) = [warning for warning in migrate(team, worker_roles=["team_worker"]) if "create schemas" in warning]
+    execute(postgres_server.url("team", user="team_worker"), *_PLANTED_SCHEMA)
+    assert run_command(["studies", "--storage-url", team]) == 0
+    execute(team, warning.partition("owner: ")[2])
+    assert not any("create schemas" in warning for warning in migrate(team))
+    execute(team, "CREATE TABLE ran ()")  # the function has not created it
+
+
+@TEAM
+def test_a_schema_of_another_user_with_the_name_of_the_owner_is_an_error(
+    postgres_server: PostgresServer, team: str
+) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(admin, "CREATE SCHEMA team AUTHORIZATION team_worker", "GRANT ALL ON SCHEMA team TO team")
+    with pytest.raises(StorageError, match="schema team of team_worker"):
+        migrate(team)
+
+
+@TEAM
+def test_functions_that_a_worker_has_added_to_an_extension_are_an_error(
+    postgres_server: PostgresServer, team: str
+) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(admin, _OPEN_SCHEMA, "GRANT CREATE ON DATABASE team TO team_worker")
+    extend = "ALTER EXTENSION hstore ADD FUNCTION public.eq(oid, regclass)"
+    execute(postgres_server.url("team", user="team_worker"), "CREATE EXTENSION hstore", _PLANTED_FUNCTION, extend)
+    with pytest.raises(StorageError, match=r"function .*eq\(oid,regclass\) of team_worker"):
+        migrate(team)
+
+
 @TEAM
 def test_a_schema_of_the_superuser_needs_the_superuser(postgres_server: PostgresServer, team: str) -> None:
     """As in every database of Postgres 14 or earlier, where the owner of a database does not own its schema."""
