@@ -75,7 +75,12 @@ def redact_password(text: str, url: str) -> str:
 
 
 def build_url(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
-    """Return a database URL in the form of `normalise_url`; the query string `query` is appended unchanged."""
-    address = f"[{host}]" if ":" in host else host
+    """Return a database URL in the form of `normalise_url`; the query string `query` is appended unchanged.
+
+    `host` is a name, an address, or the absolute path of the folder with the server's socket.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host.startswith("/"):
+        address, query = "", f"host={quote(host)}&port={port}{'&' if query else ''}{query}"
     suffix = f"?{query}" if query else ""
-    return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{address}:{port}/{database}{suffix}"
+    return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{address}/{database}{suffix}"

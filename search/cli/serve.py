@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
 NoAuth = Annotated[
     bool, typer.Option("--no-auth", help="Accept requests without the token in HPSEARCH_WEB_TOKEN, from everyone")
 ]
+_CLOSED_SECONDS = 65.0  # Linux keeps the ends of closed connections for a minute
 _NO_AUTH_METRICS_WARNING = "warning: --no-auth: any client that reaches this address can read the metrics"
 
 
@@ -112,16 +112,23 @@ def _open_artifacts(artifacts: str) -> str:
 
 def _check_free(host: str, port: int) -> None:
     from hpsearch.search.errors import SearchError
+    from hpsearch.storage.embedded.process import wait_until
+    from hpsearch.storage.sockets import listen_exclusively, has_only_closed_connections
 
     if not host:
         raise SearchError("--host '' is empty; give an address such as 127.0.0.1")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError):
+        listen_exclusively(host, port).close()
+        return
+    if has_only_closed_connections(port):
+        echo(f"waiting up to {_CLOSED_SECONDS:.0f} s for the end of the connections of an earlier server", err=True)
+        wait_until(lambda: not has_only_closed_connections(port), timeout=_CLOSED_SECONDS)
     try:
-        with socket.create_server((host, port), family=family):
-            return
+        listen_exclusively(host, port).close()
     except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
-        raise SearchError(f"--host {host} --port {port}: cannot listen ({reason}); choose another address") from None
+        raise SearchError(
+            f"--host {host} --port {port}: cannot listen ({error.strerror}); choose another address"
+        ) from None
 
 
 @_serve.command()
@@ -163,6 +170,7 @@ def dashboard(
     if storage_url is None:
         raise SearchError("--storage-url is missing; give the database's URL, or set HPSEARCH_STORAGE_URL")
     normalise_url(storage_url)
+    _check_free(host, port)
     token = _read_web_token(no_auth=no_auth)
     serve_dashboard_and_watch(storage_url, tracking_uri, host=host, port=port, read_only=read_only, token=token)
 

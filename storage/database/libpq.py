@@ -62,6 +62,8 @@ def check_server_user(url: URL) -> None:
 
 def check_server_user_of(parameters: Mapping[str, Any]) -> None:
     """Check the user of the server like `check_server_user`, with libpq's parameters."""
+    if str(parameters.get("host", "")).startswith("/"):  # a socket in a private folder
+        return
     marked = re.fullmatch(rf"{_MARKED}-(\d+)", str(parameters.get(_MARKER)))
     if marked is None:
         return

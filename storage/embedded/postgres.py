@@ -26,6 +26,7 @@ from hpsearch.storage.embedded.postgres_account import Account, ensure_executabl
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.files import read_tail, write_private
+from hpsearch.storage.home import read_own_text
 from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.urls import build_url
 
@@ -84,10 +85,11 @@ def read_password(folder: Path) -> str:
 
     Raises:
         StorageError: the password file is missing.
+        OSError: it belongs to another user.
     """
     path = folder / "password"
     try:
-        return path.read_text().strip()
+        return read_own_text(path).strip()
     except FileNotFoundError:
         raise StorageError(f"{str(path)!r}, the password of Postgres, is missing; restore it, or {_REMEDY}") from None
 
@@ -167,10 +169,13 @@ def make_clean_environment() -> dict[str, str]:
 
 _KEPT_VARIABLES = ("PATH", "TMPDIR", "TZ", "LD_", "DYLD_", "NSS_WRAPPER_")  # beginnings of names
 
+# In the name of the server's socket in the data directory. A server with another port listens on the loopback address,
+# where another user could intercept connections with sockets that were bound to the port before the server listened.
+SOCKET_PORT = 5432
+_LONGEST_SOCKET_PATH = 107  # bytes
+
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
 _SETTINGS = {
-    "listen_addresses": LOOPBACK,
-    "unix_socket_directories": "",  # socket paths are limited to 107 bytes; home folders can be longer
     "max_connections": "200",
     "cluster_name": "hpsearch",
     "timezone": "UTC",
@@ -186,16 +191,35 @@ _REPORT_AFTER = 2.0
 QUICK_CONNECT_SECONDS = 2  # timeout of a connection before a wait is reported
 
 
+def _can_connect_by_socket(data: Path) -> bool:
+    """Return whether clients can use a socket in the data directory."""
+    path = data / f".s.PGSQL.{SOCKET_PORT}"
+    if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH or "," in str(path):  # libpq splits the path at commas
+        return False
+    probe = data / ".s.PGSQL.test"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            probe.unlink(missing_ok=True)
+            listener.bind(os.fsencode(probe))
+            probe.unlink()
+    except OSError:  # such as a file system without sockets
+        return False
+    return True
+
+
 def make_database_url(
-    user: str, password: str, port: int, database: str, *, uid: int, application_name: str = ""
+    user: str, password: str, host: str, port: int, database: str, *, uid: int, application_name: str = ""
 ) -> str:
-    """Return the URL of a database of an embedded server, whose processes have the user id `uid`."""
+    """Return the URL of a database of an embedded server, whose processes have the user id `uid`.
+
+    `host` is the loopback address, or the folder of the server's socket.
+    """
     # The wheel's Postgres has neither TLS nor GSSAPI; the explicit modes override the user's PGSSLMODE, and keep libpq
     # from reading a Kerberos cache, which may be a pipe of another user in /tmp.
     # With require_auth, libpq sends no password in clear text to another program that took the port.
     query = f"sslmode=disable&gssencmode=disable&require_auth=scram-sha-256&{make_embedded_query(uid)}"
     query += f"&application_name={application_name}" if application_name else ""
-    return build_url(user=user, password=password, host=LOOPBACK, port=port, database=database, query=query)
+    return build_url(user=user, password=password, host=host, port=port, database=database, query=query)
 
 
 def check_loopback() -> None:
@@ -242,7 +266,11 @@ class EmbeddedPostgres:
 
     def make_url(self, port: int) -> str:
         """Return the superuser's URL of this server, which listens on `port`."""
-        return make_database_url(SUPERUSER, self.password, port, "postgres", uid=self.uid)
+        return make_database_url(SUPERUSER, self.password, self.get_host(port), port, "postgres", uid=self.uid)
+
+    def get_host(self, port: int) -> str:
+        """Return the host in the URLs of this server, which has the port: the folder of its socket, or an address."""
+        return str(self.data_folder) if port == SOCKET_PORT else LOOPBACK
 
     def find_process(self) -> psutil.Process | None:
         """Return the server process of this data directory; None if no server runs."""
@@ -270,6 +298,11 @@ class EmbeddedPostgres:
             return int((self.data_folder / "postmaster.pid").read_text().splitlines()[3])
         except (OSError, ValueError, IndexError):
             return None
+
+    def format_address(self, port: int) -> str:
+        """Return the address of this server for messages, without a login."""
+        host = self.get_host(port)
+        return f"{host}/.s.PGSQL.{port}" if host.startswith("/") else f"postgresql://{host}:{port}"
 
     def attach(self, progress: Callable[[str], None] = lambda _: None) -> int | None:
         """Wait until the running server answers, and return its port; None if no server runs.
@@ -333,7 +366,11 @@ class EmbeddedPostgres:
                 continue
             account.admit(self.folder)
             account.take_over(self.data_folder)
-            port = state.choose_port(preferred_port)
+            if _can_connect_by_socket(self.data_folder):
+                port = SOCKET_PORT
+            else:
+                preferred_port = None if preferred_port == SOCKET_PORT else preferred_port
+                port = state.choose_port(preferred_port, excluded={SOCKET_PORT})
             if self._launch(binaries, account, port, lock, progress):
                 return port
             preferred_port = None  # another process took the port
@@ -368,10 +405,16 @@ class EmbeddedPostgres:
     ) -> bool:
         """Start the server, wait until it answers, and return True; return False if another process uses the port."""
         command = [str(binaries.bin_folder / "postgres"), "-D", str(self.data_folder), "-p", str(port)]
-        for name, value in _SETTINGS.items():
+        has_socket = port == SOCKET_PORT
+        ends = {
+            "listen_addresses": "" if has_socket else LOOPBACK,
+            "unix_socket_directories": "." if has_socket else "",  # relative to the data directory
+        }
+        for name, value in (ends | _SETTINGS).items():
             command += ["-c", f"{name}={value}"]
         try:
             remove_stale_pid_file(self.data_folder)
+            (self.data_folder / f".s.PGSQL.{SOCKET_PORT}.lock").unlink(missing_ok=True)
             identity = process.spawn(
                 command,
                 log=self.log,
@@ -393,7 +436,7 @@ class EmbeddedPostgres:
             if waited > _REPORT_AFTER and is_permanent:  # such as a wrong password
                 raise StorageError(f"Postgres (process {identity.pid}): {format_error(error)} (see {self.log})")
             if process.find(identity) is None:
-                if not state.is_port_free(port):
+                if not has_socket and not state.is_port_free(port):
                     return False
                 output = read_tail(self.log, lines=2)
                 remedy = "; enlarge /dev/shm (Docker: --shm-size=1g)" if "shared memory segment" in output else ""

@@ -171,15 +171,15 @@ def make_postgres_folder(home: Path) -> Path:
     if existing := find_postgres_folder(home):
         return existing
     account = find_account()
-    inside.mkdir(exist_ok=True)
+    inside.mkdir(exist_ok=True, mode=0o700)  # whatever the umask: other users could create a password file first
     account.admit(inside)
     if account.can_enter(inside):
         return inside
     with contextlib.suppress(OSError):  # the folder is not empty
         inside.rmdir()
-    outside.parent.mkdir(parents=True, exist_ok=True)
+    outside.parent.mkdir(parents=True, exist_ok=True, mode=0o711)
     outside.parent.chmod(0o711)
-    outside.mkdir(exist_ok=True)
+    outside.mkdir(exist_ok=True, mode=0o700)
     account.admit(outside)
     (outside / "home").write_text(f"{home}\n")  # names the owner, for manual cleanup
     return outside
@@ -203,7 +203,7 @@ def ensure_executable(binaries: Binaries, account: Account, folder: Path) -> Bin
         )
     if set(str(folder)) & set('"$`\\'):
         folder = _EXTERNAL_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o711)
         folder.chmod(0o711)
     target = folder / f"binaries-{binaries.version}"
     with FileLock(f"{target}.lock"):

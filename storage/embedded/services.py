@@ -297,8 +297,8 @@ class EmbeddedStack:
     def _url(self, role: str, password: str, database: str, *, application_name: str = "") -> str:
         port = self.state.postgres.port
         assert port is not None
-        uid = server.uid if (server := self.server) else os.geteuid()
-        return make_database_url(role, password, port, database, uid=uid, application_name=application_name)
+        host, uid = (server.get_host(port), server.uid) if (server := self.server) else (LOOPBACK, os.geteuid())
+        return make_database_url(role, password, host, port, database, uid=uid, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         # Relative to the home, which is the working directory: MLflow decodes a "%20" in an absolute path.

@@ -24,7 +24,6 @@ from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_stat
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError, suggest_disk_remedy
 from hpsearch.storage.home import HOME_VARIABLE, STATE_FILE, check_writable, prepare_home, remember_home
-from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.web.token import AUTH_NAME
 
 __all__ = ["OnProgress", "ServiceStatus", "StackInfo", "down", "find_running", "lock", "read_status", "read_urls", "up"]
@@ -168,7 +167,7 @@ def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if (server := stack.server) is None:
         return ServiceStatus("Postgres", "stopped", None, None, "not set up yet")
     record, detail = stack.state.postgres, f"data in {server.data_folder}"
-    url = f"postgresql://{LOOPBACK}:{record.port}" if record.port else None
+    url = server.format_address(record.port) if record.port else None
     if (process := server.find_process()) is None:
         return _make_stopped_status(stack.home, "Postgres", url, record, server.log, detail)
     if (error := stack.find_postgres_error()) is not None:

@@ -91,11 +91,16 @@ def load_state(home: Path) -> StackState | None:
         return None
 
 
-def is_port_free(port: int) -> bool:
-    """Return whether a server can bind the port at the moment."""
+def is_port_free(port: int, *, exclusively: bool = False) -> bool:
+    """Return whether a server can bind the port at the moment.
+
+    Args:
+        port: the port.
+        exclusively: whether sockets of closed connections, and those that other users have bound, occupy the port.
+    """
     with socket.socket() as listener:
-        # The servers use this option too: with it, a port in TIME_WAIT is free, and a port with a listener is not.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if not exclusively:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))
         except (OSError, OverflowError):  # a damaged state file may have any number

@@ -18,7 +18,7 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.sockets import LOOPBACK
+from hpsearch.storage.sockets import AFTER_CRASH, LOOPBACK
 from hpsearch.storage.web.connections import OwnServerConnection
 from hpsearch.storage.web.token import derive
 
@@ -128,9 +128,10 @@ class WebService:
             return
         for _ in range(2):  # an attached service is stuck or was just stopped, or another process took the port
             is_gone = self.find() is None
-            if self._has_started and is_gone and (self.record.port is None or ports.is_port_free(self.record.port)):
+            port = self.record.port
+            if self._has_started and is_gone and (port is None or ports.is_port_free(port, exclusively=True)):
                 break
-            self._restart()
+            self._restart(keeps_port=not is_gone)  # after a failed start, another user may hold the port
             if self._wait(START_TIMEOUT):
                 return
         last = redact(read_tail(self.log))
@@ -167,10 +168,10 @@ class WebService:
         last = self.record.process
         return last is not None and last.started > psutil.boot_time()
 
-    def _restart(self) -> None:
+    def _restart(self, *, keeps_port: bool = True) -> None:
         self._has_started = True
         used = {self.record.port or 0, *self.record.former_ports}
-        preferred = self.record.port if self._should_keep_port() else None
+        preferred = self.record.port if keeps_port and self._should_keep_port() else None
         # The port of a killed process may stay bound for a moment.
         port = ports.choose_port(preferred, wait_seconds=2.0 if self.stop() else 0.0, excluded=used)
         if self.record.port not in {None, port}:
@@ -182,6 +183,7 @@ class WebService:
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER_VARIABLE: self.process_marker} | added
+        env |= {AFTER_CRASH: str(int(port == preferred))}
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home, umask=0o077)
         self.save_state()
 

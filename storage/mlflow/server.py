@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import re
+import socket
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +22,7 @@ from hpsearch.storage.database.libpq import check_server_user_of
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.hdfs_library import HDFS_SCHEMES, load_hdfs_library
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH, OWNER_PATH
+from hpsearch.storage.sockets import listen_exclusively
 from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
 from hpsearch.storage.web.token import TOKEN_VARIABLE
 
@@ -89,6 +93,23 @@ def _check_database_user(_dialect: Any, _record: Any, _arguments: Any, parameter
     check_server_user_of(parameters)
 
 
+def _listen_exclusively() -> None:
+    """Let uvicorn, which loads this application before it listens, use a port that no other user shares."""
+    from uvicorn.server import Server
+
+    startup = Server.startup
+
+    async def start(server: Server, sockets: list[socket.socket] | None = None) -> None:
+        config = server.config
+        try:
+            await startup(server, sockets or [listen_exclusively(config.host, config.port)])
+        except OSError as error:
+            logging.getLogger("uvicorn.error").error("cannot listen on %s:%d: %s", config.host, config.port, error)
+            sys.exit(1)
+
+    Server.startup = start  # type: ignore[method-assign, assignment]
+
+
 def create_app() -> Asgi:
     """Return MLflow's application, guarded by the token in HPSEARCH_WEB_TOKEN.
 
@@ -100,6 +121,7 @@ def create_app() -> Asgi:
     if (token := os.environ.get(TOKEN_VARIABLE)) is None:
         raise StorageError(f"{TOKEN_VARIABLE} is not set: start MLflow with hpsearch serve mlflow")
     sa.event.listen(sa.Engine, "do_connect", _check_database_user)
+    _listen_exclusively()
     from mlflow.server import app as pages  # here, as the parent process of the server imports this module too
     from mlflow.server.fastapi_app import app
 

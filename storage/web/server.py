@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.sockets import listen_exclusively
 from hpsearch.storage.web.guard import SERVER_ADDRESS, Guard, Wsgi, guard_wsgi
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,7 +36,7 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
         app = _reject_foreign_hosts(app, {*_LOOPBACK, host})
     try:
         server = waitress.create_server(
-            app, host=host, port=port, threads=8, ident=None,
+            app, sockets=[listen_exclusively(host, port)], threads=8, ident=None,
             # Redirects must keep the scheme of a TLS proxy; no other forwarded header is trusted.
             trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
         )  # fmt: skip

@@ -15,7 +15,16 @@ SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
 # Internal variables between the processes of a command.
 INTERNAL = {
     f"HPSEARCH_{name}"
-    for name in ("COMMAND", "EXIT_FILE", "FLEET_FAILED", "FLEET_PID", "FLEET_STUDY", "SERVICE", "SOCKET_FOLDER")
+    for name in (
+        "AFTER_CRASH",
+        "COMMAND",
+        "EXIT_FILE",
+        "FLEET_FAILED",
+        "FLEET_PID",
+        "FLEET_STUDY",
+        "SERVICE",
+        "SOCKET_FOLDER",
+    )
 }
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WRAPPERS = {"add", "test", "lint", "docs"}  # commands of the wrapper ./hpsearch
