@@ -138,6 +138,18 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
             signal.signal(number, on_signal)
 
 
+def clean_up_on_hangup() -> None:
+    """Let SIGHUP, which the end of a terminal sends, first remove the temporary folders of this process."""
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        remove_temporary_folders()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if not _is_ignored_by_nohup(signal.SIGHUP):
+        signal.signal(signal.SIGHUP, on_signal)
+
+
 def ignore_stop_signals() -> None:
     """Ignore SIGTERM and SIGINT in this process, which exits; do nothing outside the main thread.
 

@@ -57,7 +57,7 @@ def listen_exclusively(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         listener.listen()
-        # Connections inherit the option: after they are closed, only a server that sets it too can use the port at once.
+        # Connections inherit the option; after a crash, a server can use the port of its closed connections only then.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except BaseException:
         listener.close()

@@ -198,7 +198,7 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
             folder = find_postgres_folder(home)
             assert folder is not None
             server = EmbeddedPostgres(folder, home / "logs" / "postgres.log")
-            forget_power_cuts(_admin_url(server, server.read_port()))
+            forget_power_cuts(server.make_url(server.read_port() or 0))
         return made
 
 
@@ -281,15 +281,11 @@ def _make_logins_cheap(admin_url: str, password: str) -> None:
     )
 
 
-def _admin_url(server: EmbeddedPostgres, port: int | None) -> str:
-    url = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
-    return f"{url}?sslmode=disable"
-
-
 @pytest.fixture(scope="session")
 def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
     """Start a Postgres without the rest of the stack, which takes two seconds; all tests share it."""
-    home = pytestconfig.stash[_SHARED] / "postgres"
+    # With the comma, no client can use a socket, so the server listens on TCP as the servers of users do.
+    home = pytestconfig.stash[_SHARED] / "postgres,tcp"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
         if known.exists():
@@ -299,7 +295,7 @@ def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config)
         home.chmod(0o755)
         embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
-        admin = _admin_url(embedded_server, port)
+        admin = embedded_server.make_url(port)
         forget_power_cuts(admin)
         _make_logins_cheap(admin, embedded_server.password)
         server = PostgresServer(port, admin, _databases(admin))

@@ -113,7 +113,7 @@ def _open_artifacts(artifacts: str) -> str:
 def _check_free(host: str, port: int) -> None:
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.embedded.process import wait_until
-    from hpsearch.storage.sockets import listen_exclusively, has_only_closed_connections
+    from hpsearch.storage.sockets import has_only_closed_connections, listen_exclusively
 
     if not host:
         raise SearchError("--host '' is empty; give an address such as 127.0.0.1")

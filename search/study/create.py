@@ -48,8 +48,9 @@ from hpsearch.storage.attributes import (
     VERSION,
 )
 from hpsearch.storage.checkpoints.store import CheckpointStore
+from hpsearch.storage.database.connect import STARTUP_RETRY_SECONDS
 from hpsearch.storage.database.locks import LockLostError, check_lock_held, name_lock
-from hpsearch.storage.database.retry import retrying
+from hpsearch.storage.database.retry import limit_retries, retrying
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_in
@@ -195,7 +196,8 @@ def create_or_join(
             enqueue_missing(study, enqueued)
         return study, bool(made)
 
-    return retrying(also=LockLostError)(create_or_join_once)
+    with limit_retries(STARTUP_RETRY_SECONDS):  # nothing restarts the database before the search
+        return retrying(also=LockLostError)(create_or_join_once)
 
 
 def _fit_sampler(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:

@@ -31,10 +31,11 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
     from hpsearch.cuda_library import load_cuda_library
-    from hpsearch.search.process import exit_on_signals, prepare_exit, take_exit_file
+    from hpsearch.search.process import clean_up_on_hangup, exit_on_signals, prepare_exit, take_exit_file
 
     take_exit_file(os.environ)
     exit_on_signals()
+    clean_up_on_hangup()
     load_cuda_library()
     try:
         from hpsearch.search.cli import main as run

@@ -185,7 +185,7 @@ _SETTINGS = {
 _START_TIMEOUT = 300.0  # seconds; includes the replay of the log after a crash
 _ATTACH_TIMEOUT = 60.0  # a running server that does not answer by then is restarted
 _STOP_TIMEOUT = 30.0
-_LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server
+_LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server, or of a server that shuts down
 _POLL = 0.03
 _REPORT_AFTER = 2.0
 QUICK_CONNECT_SECONDS = 2  # timeout of a connection before a wait is reported
@@ -326,12 +326,14 @@ class EmbeddedPostgres:
             if error is None:
                 return port
             waited = time.monotonic() - began
+            # An interrupted command may have begun to stop the server, whose processes are frozen.
+            is_stopping = "the database system is shutting down" in str(error)
             if waited > _REPORT_AFTER and not is_reported:
                 is_reported = True
                 fault = f"it does not answer; see {self.log}" if "timeout" in str(error) else format_error(error)
                 progress(f"waiting for Postgres (process {server.pid}): {fault}")
-            if waited > _ATTACH_TIMEOUT:
-                if has_answered(error):  # a restart would end the connections of others, and not help
+            if waited > (_LOCK_TIMEOUT if is_stopping else _ATTACH_TIMEOUT):
+                if has_answered(error) and not is_stopping:  # a restart would end connections of others, and not help
                     raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")
                 self.stop()
                 if self.find_process() is not None:

@@ -7,6 +7,7 @@ call only MLflow. Requests to embedded services are sent only to processes of th
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from typing import Any
 
@@ -15,14 +16,25 @@ from mlflow.tracking.request_header.abstract_request_header_provider import Requ
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 from urllib3.exceptions import NewConnectionError
+from urllib3.response import HTTPResponse
+from urllib3.util.wait import wait_for_read
 
 from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.web.connections import check_server_end
 from hpsearch.storage.web.token import AUTH_NAME, find_request_token, is_embedded, is_embedded_port
 
+log = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 5.0
+
 
 class _CheckedConnection(HTTPConnection):
-    """HTTP connection that is used for an embedded service only if it leads to a process of this user."""
+    """HTTP connection that is used for an embedded service only if it leads to a process of this user.
+
+    It logs a warning while it waits for a server.
+    """
+
+    is_waiting = False  # class attribute: a frozen server causes one warning, not one per request
 
     def connect(self) -> None:
         super().connect()
@@ -32,6 +44,14 @@ class _CheckedConnection(HTTPConnection):
             except OSError as error:
                 self.close()
                 raise NewConnectionError(self, str(error.strerror)) from error
+
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 declares it
+        """Return the response of the server."""
+        is_answering = self.sock is None or wait_for_read(self.sock, timeout=_QUIET_SECONDS)
+        if not is_answering and not _CheckedConnection.is_waiting:
+            log.warning("waiting for %s:%s, which does not answer", self.host, self.port)
+        _CheckedConnection.is_waiting = not is_answering
+        return super().getresponse()
 
 
 # All sessions of MLflow's client open their connections here. It has no setting for another class.

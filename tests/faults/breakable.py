@@ -12,7 +12,7 @@ import psycopg2
 
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.urls import build_url
 from tests.faults.harness import LEASE, Arena, Worker
@@ -33,13 +33,13 @@ class Breakable:
 
     @classmethod
     def started(cls, home: Path) -> Breakable:
+        home = home / "tcp,only"  # as for the server of the other tests
         (home / "logs").mkdir(parents=True)
+        home.parent.chmod(0o755)
         home.chmod(0o755)
         server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = server.start(None)
-        create_databases(
-            _url(server, port) + "?sslmode=disable", owner_password=OWNER, worker_password=WORKER, mlflow_password="m"
-        )
+        create_databases(server.make_url(port), owner_password=OWNER, worker_password=WORKER, mlflow_password="m")
 
         def url(user: str) -> str:
             where = {"host": "127.0.0.1", "port": port, "database": "optuna", "query": "sslmode=disable"}
@@ -77,7 +77,7 @@ class Breakable:
 
     def cut(self) -> int:
         """End every connection except this one; return the number of ended connections."""
-        connection = psycopg2.connect(_url(self.server, self.port).replace("+psycopg2", ""), sslmode="disable")
+        connection = psycopg2.connect(self.server.make_url(self.port).replace("+psycopg2", ""))
         try:
             with connection, connection.cursor() as cursor:
                 cursor.execute(
@@ -87,7 +87,3 @@ class Breakable:
                 return int(cursor.fetchone()[0])  # type: ignore[index]
         finally:
             connection.close()
-
-
-def _url(server: EmbeddedPostgres, port: int) -> str:
-    return build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")

@@ -28,17 +28,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_signal_removes_temporary_folders(tmp_path: Path) -> None:
-    code = (
-        "import os, signal; from hpsearch.search.process import exit_on_signals\n"
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 128 + 15), ("SIGHUP", -1)])
+def test_a_signal_removes_temporary_folders(tmp_path: Path, name: str, code: int) -> None:
+    script = (
+        "import os, signal; from hpsearch.search.process import clean_up_on_hangup, exit_on_signals\n"
         "from hpsearch.objectives.private_folders import open_temporary_folder\n"
-        "exit_on_signals()\n"
+        "exit_on_signals(); clean_up_on_hangup()\n"
         "with open_temporary_folder() as folder:\n"
-        "    (folder / 'model').touch(); os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    (folder / 'model').touch(); os.kill(os.getpid(), signal.{name})\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=60)
-    assert done.returncode == 128 + 15
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=False, timeout=60)
+    assert done.returncode == code
     assert list(tmp_path.glob("hpsearch-*")) == []
 
 

@@ -14,11 +14,11 @@ from hpsearch.storage.backup.dumps import _make_connection_arguments
 from hpsearch.storage.database.connect import check_database, find_database_error, make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
-from hpsearch.storage.sockets import find_server_users
+from hpsearch.storage.sockets import LOOPBACK, find_server_users
 from tests.conftest import execute
 
 
@@ -78,7 +78,7 @@ def test_variables_of_libpq_have_no_effect_on_the_embedded_server(
     postgres_server: Any, empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = str(sa.make_url(empty_database_url).database)
-    url = make_database_url(OWNER, OWNER, postgres_server.port, database, uid=_find_uid(postgres_server.port))
+    url = make_database_url(OWNER, OWNER, LOOPBACK, postgres_server.port, database, uid=_find_uid(postgres_server.port))
     for name, value in _VARIABLES.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -98,7 +98,7 @@ def test_a_kerberos_cache_that_is_a_pipe_does_not_hang_the_embedded_server(
 ) -> None:
     """libpq looks for tickets in a file of /tmp, which another user may have created."""
     database = str(sa.make_url(empty_database_url).database)
-    url = make_database_url(OWNER, OWNER, postgres_server.port, database, uid=_find_uid(postgres_server.port))
+    url = make_database_url(OWNER, OWNER, LOOPBACK, postgres_server.port, database, uid=_find_uid(postgres_server.port))
     os.mkfifo(tmp_path / "tickets")
     code = (
         "import sys; from hpsearch.storage.database.connect import find_database_error as e; sys.exit(e(sys.argv[1]))"
@@ -246,8 +246,7 @@ def test_a_read_only_replica_is_an_error(fresh_home: Path) -> None:
     server.stop()
     (server.data_folder / "standby.signal").touch(0o644)
     port = server.start(None)
-    url = f"postgresql://{SUPERUSER}:{server.password}@127.0.0.1:{port}/postgres"
-    assert "read-only replica" in _refused(url)
+    assert "read-only replica" in _refused(server.make_url(port))
 
 
 def _execute(url: str, statement: str) -> None:

@@ -21,7 +21,7 @@ from hpsearch.storage.database.roles import OWNER
 from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from hpsearch.storage.mlflow.server import _check_database_user
-from hpsearch.storage.sockets import find_server_users
+from hpsearch.storage.sockets import LOOPBACK, find_server_users
 from tests.second_user import listen_as_second_user, needs_root
 
 _REASON = r"port \d+ of the embedded Postgres belongs to a process of another user"
@@ -60,7 +60,7 @@ def _relay(target: int) -> Iterator[tuple[int, Callable[[], bytes]]]:
 def _make_url(server: Any, port: int, database: str) -> str:
     users = find_server_users(server.port)
     assert users
-    return make_database_url(OWNER, OWNER, port, database, uid=users.pop())
+    return make_database_url(OWNER, OWNER, LOOPBACK, port, database, uid=users.pop())
 
 
 @needs_root

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hpsearch.storage.database import connect
 from hpsearch.storage.database.connect import find_database_error
 from hpsearch.storage.embedded import postgres, postgres_account, process
 from hpsearch.storage.embedded import postgres as postgres_server
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres, make_database_url
+from hpsearch.storage.embedded.postgres import SOCKET_PORT, SUPERUSER, EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
@@ -71,9 +72,7 @@ def _answers(server: EmbeddedPostgres, port: int | None) -> bool:
 
 
 def _connect(server: EmbeddedPostgres, port: int) -> psycopg2.extensions.connection:
-    connection = psycopg2.connect(
-        host="127.0.0.1", port=port, user=SUPERUSER, password=server.password, dbname="postgres", sslmode="disable"
-    )
+    connection = psycopg2.connect(server.make_url(port).replace("+psycopg2", ""))
     connection.autocommit = True
     return connection
 
@@ -111,11 +110,31 @@ def test_postgres_requires_the_password(old: EmbeddedPostgres) -> None:
     assert port is not None
     assert _answers(old, port)
     for password in ("", "wrong"):
-        assert find_database_error(make_database_url(SUPERUSER, password, port, "postgres", uid=old.uid)) is not None
+        url = make_database_url(SUPERUSER, password, old.get_host(port), port, "postgres", uid=old.uid)
+        assert find_database_error(url) is not None
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
     assert old.data_folder.stat().st_mode & 0o077 == 0
-    listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections()}  # type: ignore[union-attr]
-    assert listening == {"127.0.0.1"}
+    listening = {item.laddr.ip for item in psutil.Process(old.find_process().pid).net_connections("inet")}  # type: ignore[union-attr]
+    assert listening == (set() if port == SOCKET_PORT else {"127.0.0.1"})
+
+
+@pytest.mark.parametrize("name", ["short", "a" * 100])
+def test_postgres_listens_on_tcp_only_if_clients_cannot_use_its_socket(name: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        home = Path(folder, name)
+        home.mkdir(mode=0o755)
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
+        try:
+            port = server.start(None)
+            assert _answers(server, port)
+            assert (port == SOCKET_PORT) == (name == "short")
+            found = server.find_process()
+            assert found is not None
+            addresses = {item.laddr.ip for item in found.net_connections("inet")}
+            assert addresses == (set() if name == "short" else {"127.0.0.1"})
+        finally:
+            server.stop()
 
 
 def test_a_server_that_rejects_the_connection_is_not_replaced(

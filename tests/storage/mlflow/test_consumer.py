@@ -22,8 +22,9 @@ from mlflow.exceptions import MlflowException
 from hpsearch.storage.attributes import RUN_ID, TRACKING
 from hpsearch.storage.database.roles import MLFLOW
 from hpsearch.storage.database.roles import MLFLOW_DATABASE as TRACKING_DATABASE
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.embedded.state import LOOPBACK, load_state
+from hpsearch.storage.embedded.state import load_state
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Cursor, Journal
 from hpsearch.storage.journals.journal_records import (
@@ -175,7 +176,9 @@ def mlflow_database(stack: StackInfo) -> Iterator[psycopg2.extensions.connection
     """Connect to the MLflow server's database as the server does."""
     state = load_state(stack.home)
     assert state is not None
-    parts = {"host": LOOPBACK, "port": state.postgres.port, "dbname": TRACKING_DATABASE, "sslmode": "disable"}
+    server = EmbeddedPostgres(stack.home / "postgres", stack.home / "logs" / "postgres.log")
+    port = state.postgres.port or 0
+    parts = {"host": server.get_host(port), "port": port, "dbname": TRACKING_DATABASE, "sslmode": "disable"}
     connection = psycopg2.connect(user=MLFLOW, password=state.mlflow_password, **parts)
     yield connection
     connection.close()

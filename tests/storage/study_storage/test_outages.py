@@ -21,10 +21,9 @@ from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.retry import is_transient, retrying
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.urls import build_url
 from tests.factories import X
 from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, check, run_trials
@@ -78,10 +77,7 @@ def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostg
         home.chmod(0o755)
         server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
         port = server.start(None)
-        admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
-        made = create_databases(
-            admin + "?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
-        )
+        made = create_databases(server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m")
         migrate(made.owner_url)
         yield server, made.worker_url
         server.stop()

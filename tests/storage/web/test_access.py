@@ -268,7 +268,7 @@ def test_no_password_goes_to_another_users_server_on_the_port_of_postgres() -> N
         client.sendall(b"R\0\0\0\x08\0\0\0\x03")  # AuthenticationCleartextPassword
 
     with listen_as_second_user(ask_for_password) as port:
-        url = make_database_url("postgres", "secret", port, "postgres", uid=os.geteuid())
+        url = make_database_url("postgres", "secret", "127.0.0.1", port, "postgres", uid=os.geteuid())
         with pytest.raises(psycopg2.OperationalError, match="scram-sha-256"):
             psycopg2.connect(url.replace("+psycopg2", ""))
 
