@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import math
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from multiprocessing import popen_fork
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from hpsearch.objectives.private_folders import remove_temporary_folders
 
@@ -281,6 +282,32 @@ def prepare_exit(code: int) -> None:
         start_new_thread(_end_process, (code,))  # Thread.start waits forever for a thread that gets no memory
 
 
+def call_at_end(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, also if threads of user code prevent a normal exit."""
+    atexit.register(function)
+    _at_end.append(function)
+
+
+_at_end: list[Callable[[], object]] = []
+
+
+def report_foreign_exits() -> None:
+    """Let other code, such as that of an objective, not end this command with success by `os._exit`."""
+    end, own = os._exit, os.getpid()
+
+    def end_or_report(status: int) -> NoReturn:
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if os.getpid() == own and not caller.startswith(("hpsearch.", "multiprocessing.", "__main__")):
+            remove_temporary_folders()
+            fault = f"hpsearch: {caller} has ended the process with os._exit({status}); remove the call\n"
+            with contextlib.suppress(OSError):
+                os.write(2, fault.encode())
+            status = status or EXIT_UNAVAILABLE
+        end(status)
+
+    os._exit = end_or_report
+
+
 def _end_process(code: int) -> None:
     time.sleep(_EXIT_SECONDS)
     left = [thread.name for thread in threading.enumerate() if not thread.daemon]
@@ -289,6 +316,8 @@ def _end_process(code: int) -> None:
     left += [f"process {child.pid}" for child in children]
     for child in children:
         child.kill()
+    for function in _at_end:
+        function()
     with contextlib.suppress(Exception):
         if left:
             print(f"hpsearch: ended while code of the objective was running: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output

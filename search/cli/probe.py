@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import shlex
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Self, TypeVar, cast
 
@@ -24,15 +25,18 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children, kill_descendants
+from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children, call_at_end, kill_descendants
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
 from hpsearch.search.study.preflight import inspect_objective, run_random_smoke_test
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _SECONDS = 10  # the import itself reports errors of slower imports, as far as the process survives them
+_REPORT_SECONDS = 60
 _ENDED = 77  # exit code of a forked process whose import has returned, also with an exception
 _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; load_objective(sys.argv[1])"
 
@@ -41,7 +45,7 @@ def load_probed_objective(reference: str) -> BaseObjective:
     """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
     check_import(reference)
     bind_children()
-    atexit.register(kill_descendants, os.getpid())  # also those that the code has started as programs
+    call_at_end(partial(kill_descendants, os.getpid()))  # also those that the code has started as programs
     return load_objective(reference)
 
 
@@ -170,6 +174,12 @@ class ObjectiveProcess:
             return function(objective, spec)
         try:
             self._connection.send((function, spec))
+            if not self._connection.poll(_REPORT_SECONDS):
+                log.warning(
+                    "the first calls of %s take more than %d s (data, model, step, export)",
+                    self._reference,
+                    _REPORT_SECONDS,
+                )
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
             raise ObjectiveError(self._describe_end(self._wait())) from None
@@ -200,6 +210,9 @@ class ObjectiveProcess:
         for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
             signal.signal(number, lambda *_: None)
         bind_children()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)  # as in workers: code that asks the user fails, instead of waiting behind a progress line
+        os.close(null)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         objective: BaseObjective | None = None
         while True:

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from hpsearch.former_names import translate_spec
 from hpsearch.objectives.model_metric_names import get_metric_value
@@ -138,7 +146,7 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: Annotated[str, BeforeValidator(normalize_reference)] = Field(min_length=1, description=OBJECTIVE_HELP)
+    objective: Annotated[str, AfterValidator(normalize_reference)] = Field(min_length=1, description=OBJECTIVE_HELP)
     metric: str = Field(min_length=1, description="Validation metric to optimize")
     direction: Direction = Field(description="maximize or minimize")
     directions: Annotated[dict[str, Direction] | None, BeforeValidator(parse_directions)] = Field(

@@ -31,9 +31,17 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
     from hpsearch.cuda_library import load_cuda_library
-    from hpsearch.search.process import clean_up_on_hangup, exit_on_signals, prepare_exit, take_exit_file
+    from hpsearch.search.process import (
+        clean_up_on_hangup,
+        exit_on_signals,
+        prepare_exit,
+        report_foreign_exits,
+        take_exit_file,
+    )
 
     take_exit_file(os.environ)
+    if sys.argv[1:2] != ["worker"]:  # whose exit its fleet checks
+        report_foreign_exits()
     exit_on_signals()
     clean_up_on_hangup()
     load_cuda_library()

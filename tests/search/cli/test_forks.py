@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,30 @@ import pytest
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
 from tests.waiting import wait_for
+
+BAD_CALLS = """
+import os
+import subprocess
+import threading
+import time
+
+
+class Ending(Wine):
+    def data(self, seed):
+        os._exit(0)
+
+
+class Asking(Wine):
+    def data(self, seed):
+        input("Download? ")
+
+
+class Leaving(Wine):
+    def data(self, seed):
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        open("pids", "a").write(f"{subprocess.Popen(['sleep', '1000']).pid}\\n")
+        return super().data(seed)
+"""
 
 FORKS = """
 import os
@@ -34,7 +59,7 @@ def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
     write_template(tmp_path / "wine.py")
     with (tmp_path / "wine.py").open("a") as file:
-        file.write(FORKS)
+        file.write(FORKS + BAD_CALLS)
     return "wine.py:Forking"
 
 
@@ -52,3 +77,31 @@ def test_the_checks_of_a_run(objective: str) -> None:
 def test_a_command_without_a_study(objective: str) -> None:
     subprocess.run([sys.executable, "-m", "hpsearch", "train", objective, "--epochs", "1"], check=True)
     wait_for(has_no_process_left, "the end of the forked processes")
+
+
+@pytest.mark.usefixtures("objective")
+def test_code_that_ends_the_process_is_no_success() -> None:
+    command = [sys.executable, "-m", "hpsearch", "smoke", "wine.py:Ending"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "has ended the process with os._exit(0); remove the call" in ended.stderr
+
+
+@pytest.mark.usefixtures("objective")
+def test_a_program_ends_with_the_command_although_a_thread_runs() -> None:
+    subprocess.run([sys.executable, "-m", "hpsearch", "smoke", "wine.py:Leaving"], capture_output=True, check=True)
+    wait_for(has_no_process_left, "the end of the program")
+
+
+@pytest.mark.usefixtures("objective")
+def test_code_that_asks_the_user_fails_in_the_check() -> None:
+    """The standard input of the command may be a terminal, and the question is not visible."""
+    reader, writer = os.pipe()
+    command = ["run", "wine.py:Asking", "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "hpsearch", *command], stdin=reader, capture_output=True, text=True, check=False
+    )
+    os.close(reader)
+    os.close(writer)
+    assert ended.returncode == 2
+    assert "EOFError" in ended.stderr

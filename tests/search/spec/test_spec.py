@@ -283,6 +283,7 @@ def test_a_program_has_a_keyword_for_each_setting() -> None:
         ({"timeout": "x"}, "--timeout must be a valid number, not 'x'"),
         ({"timeout": float("nan")}, "--timeout must be a finite number, not nan"),
         ({"default_first": 1}, "--default-first must be a valid boolean, not 1"),
+        ({"objective": ["digits"]}, "OBJECTIVE must be a valid string, not ['digits']"),
         ({"metric": 1}, "--metric must be a valid string, not 1"),
         ({"models": "x"}, "--models must be 'top', 'complete', 'all' or 'none', not 'x'"),
         ({"sampler": {"name": "tpe", "multivariate": "x"}}, "sampler.multivariate must be a valid boolean, not 'x'"),
