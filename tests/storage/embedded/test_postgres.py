@@ -5,6 +5,7 @@ import pwd
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -404,6 +405,21 @@ def test_missing_postgres_binaries_are_an_error(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
 class TestAsRoot:
+    def test_the_folder_is_private_before_it_belongs_to_the_user_of_postgres(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another user could create the file with the password first."""
+        modes = []
+        monkeypatch.setattr(
+            postgres_account.Account, "admit", lambda _, folder: modes.append(stat.S_IMODE(folder.stat().st_mode))
+        )
+        before = os.umask(0)
+        try:
+            make_postgres_folder(tmp_path)
+        finally:
+            os.umask(before)
+        assert modes[0] == 0o700
+
     def test_postgres_runs_as_another_user_for_root(self, old: EmbeddedPostgres) -> None:
         running = old.find_process()
         assert running is not None
