@@ -44,10 +44,9 @@ from benchmarks.storage_ways import (
 )
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.urls import build_url
 
 warnings.simplefilter("ignore")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -58,9 +57,7 @@ class Bench:
 
     def __init__(self, server: EmbeddedPostgres, port: int, quick: bool) -> None:
         self.server, self.port, self.quick = server, port, quick
-        admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
-        admin += "?sslmode=disable"
-        made = create_databases(admin, owner_password="o", worker_password="w", mlflow_password="m")
+        made = create_databases(server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m")
         migrate(made.owner_url)
         self.url = made.worker_url
         self.loader = open_storage(self.url, application_name="loader")

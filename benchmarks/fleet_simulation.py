@@ -50,14 +50,12 @@ from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
 from hpsearch.storage.embedded import postgres
-from hpsearch.storage.embedded.postgres import SUPERUSER
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials import LEASE
 from hpsearch.storage.trials.claim_results import Claim
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.urls import build_url
 
 EPOCHS = 20  # of a trial
 THREADS = 24  # per driving process: more than cores, since most wait for the server
@@ -269,11 +267,8 @@ class Simulation:
         postgres._SETTINGS["max_connections"] = str(connections)
         self.server = postgres.EmbeddedPostgres(make_postgres_folder(folder), folder / "postgres.log")
         port = self.server.start(None)
-        admin = build_url(
-            user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres"
-        )
         made = create_databases(
-            f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
+            self.server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m"
         )
         migrate(made.owner_url)
         self.direct = made.worker_url

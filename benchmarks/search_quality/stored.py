@@ -25,7 +25,7 @@ from hpsearch.storage.attributes import ORIGIN, SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.rungs.rungs import PrunedTrial
 from hpsearch.storage.study_storage.storage import PostgresStorage
@@ -33,7 +33,6 @@ from hpsearch.storage.trials.budget import create_spending
 from hpsearch.storage.trials.claim_results import Claim, NoTrialAvailable
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.finishing import Outcome
-from hpsearch.storage.urls import build_url
 
 LEASE = 10**6  # seconds: no worker fails in the simulation
 
@@ -48,8 +47,7 @@ def storage() -> PostgresStorage:
     port = server.start(None)
     Finalize(None, server.stop, exitpriority=2)  # `atexit` does nothing in a process of a pool
     Finalize(None, folder.cleanup, exitpriority=1)
-    admin = build_url(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
-    made = create_databases(f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m")
+    made = create_databases(server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m")
     migrate(made.owner_url)
     return PostgresStorage(make_engine(made.worker_url, application_name="search quality", pool_size=2))
 

@@ -70,7 +70,7 @@ def test_on_a_working_stack_nothing_fails(look: Look, stack: StackInfo) -> None:
     assert code == 0
     assert tuple(checks) == (*SERVICES, "checkpoints", *MACHINE)
     assert [check["status"] for name, check in checks.items() if name in SERVICES] == ["ok"] * len(SERVICES)
-    assert re.search(r"Postgres \d+\.\d+ at 127\.0\.0\.1:\d+, .* round trip .* ms", checks["database"]["found"])
+    assert re.search(r"Postgres \d+\.\d+ at /\S+:5432, .* round trip .* ms", checks["database"]["found"])
     assert re.search(r"MLflow \d+\.\d+", checks["mlflow"]["found"])
 
 
