@@ -78,6 +78,31 @@ _NODES = (
 _TENSOR_FILE = re.compile(r"(weight|tensor)_\d+")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or an object has a name twice, of which readers use different values.
+    """
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a name occurs twice in an object")
+        return found
+
+    return json.loads(text, object_pairs_hook=make_object)
+
+
+def is_node(value: dict[str, Any]) -> bool:
+    """Return whether a JSON object is a node of a graph."""
+    return {"target", "inputs", "metadata"} <= value.keys()
+
+
+def is_nested_json(value: Any, key: str) -> bool:
+    """Return whether the value of a key is a text that torch reads as JSON."""
+    return isinstance(value, str) and key in _JSON_KEYS and value.startswith(("[", "{", '"'))
+
+
 def find_unsafe_part(path: Path) -> str:
     """Return a description of the first part of a `.pt2` file that may execute code; empty if there is none."""
     try:
@@ -100,14 +125,14 @@ def list_unsafe_parts(path: Path) -> Iterator[str]:
     for name in names:
         match name.split("/"):
             case ["models", file] if file.endswith(".json"):
-                program = json.loads(reader.read_bytes(name))
+                program = parse_json(reader.read_bytes(name))
                 yield from _list_unsafe_values(program)
                 paths = set(_list_attributes(program))
                 yield from (
                     f"the path {path!r}, whose parent is a tensor" for path in paths if _has_parent(path, paths)
                 )
             case ["data", "weights" | "constants", file] if file.endswith("_config.json"):
-                yield from _list_pickled_tensors(json.loads(reader.read_bytes(name)))
+                yield from _list_pickled_tensors(parse_json(reader.read_bytes(name)))
             case ["data", "weights" | "constants", file] if _TENSOR_FILE.fullmatch(file):
                 pass  # bytes of a tensor, unless a configuration declares them as pickled
             case ["data", "sample_inputs", file] if file.endswith(".pt"):
@@ -154,22 +179,21 @@ def _list_unsafe_values(value: Any, key: str = "", *, is_argument: bool = False)
 
 
 def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) -> Iterator[str]:
-    is_node = {"target", "inputs", "metadata"} <= value.keys()
-    if is_node:
+    if has_call := is_node(value):
         yield from _list_unsafe_calls(value["target"], value["inputs"])
     for name, item in value.items():
         if not _NAME.fullmatch(name) or _IMPORTS.search(name) or (key in _VALUES_KEYS and is_reserved(name)):
             yield f"the name {name[:80]!r}"
-        if is_node and name == "metadata":
+        if has_call and name == "metadata":
             yield from _list_unsafe_metadata(item)
-        elif is_node and name == "inputs":
+        elif has_call and name == "inputs":
             for each in item:
                 yield from _list_unsafe_values(each, name, is_argument=True)
         elif key == "as_graph" and name == "name" and not _is_safe_attribute(item):
             yield f"the name {item[:80]!r}"
         elif name == "as_string_to_argument" and any("as_graph" in argument for argument in item.values()):
             yield "a subgraph in a dictionary"
-        elif not (is_node and name == "target"):
+        elif not (has_call and name == "target"):
             yield from _list_unsafe_values(item, "argument" if is_argument and name == "name" else name)
 
 
@@ -234,8 +258,8 @@ def _is_safe_text(text: str, key: str) -> bool:
         return _is_safe_attribute(text)
     if key == "in_spec" and not all(map(_INPUT_NAME.fullmatch, _list_texts(text))):
         return False
-    if key in _JSON_KEYS and text.startswith(("[", "{", '"')):
-        return not _IMPORTS.search(text) and next(_list_unsafe_values(json.loads(text), key), None) is None
+    if is_nested_json(text, key):
+        return not _IMPORTS.search(text) and next(_list_unsafe_values(parse_json(text), key), None) is None
     return bool(_TEXT.fullmatch(text)) and not _IMPORTS.search(text)
 
 
@@ -297,7 +321,7 @@ def _list_texts(text: str) -> Iterator[str]:
     while values:
         value = values.pop()
         if isinstance(value, str) and value.startswith(("[", "{", '"')):
-            values.append(json.loads(value))
+            values.append(parse_json(value))
         elif isinstance(value, str):
             yield value
         elif isinstance(value, list | dict):

@@ -12,6 +12,7 @@ from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.exported_program import find_unsafe_part
 from hpsearch.search.promotion.generated_code import find_unsafe_code
+from hpsearch.search.promotion.plain_copy import replace_by_plain_copy
 from hpsearch.storage.files import compute_folder_sha256
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import mlflow_request
@@ -51,7 +52,7 @@ def fetch_model(
     if version.model_id is None:
         raise SearchError(f"{name}: the version has no logged model; register the model of the trial's run")
     files, _ = download_verified(engine, tracking, version.model_id, folder, name=name)
-    if not allow_code and (part := find_code(files)):
+    if not allow_code and (part := find_code(files) or _find_code_of_program(files)):
         raise SearchError(
             f"{name}: the model has {part}, which can execute code when it is loaded; add --allow-code "
             "(allow_code=True) if you trust the author of the model"
@@ -107,7 +108,22 @@ def find_code(folder: Path) -> str:
                 return f"{key}: {str(value)[:80]!r} in the flavor {flavor}"
     if other := _find_other(names, _PROGRAM_FILES):
         return other
+    part = find_unsafe_part(folder / _PROGRAM)
+    return f"{part} in {_PROGRAM}" if part else ""
+
+
+def _find_code_of_program(folder: Path) -> str:
+    """Replace a checked program by a plain copy, and return a description of the code that torch generates from it.
+
+    The text is empty if the code does nothing but compute.
+    """
     program = folder / _PROGRAM
+    if not program.exists():  # a checkpoint
+        return ""
+    try:
+        replace_by_plain_copy(program)
+    except Exception as error:  # the readers raise errors of many types for damaged files
+        return f"an unreadable program ({type(error).__name__})"
     part = find_unsafe_part(program) or find_unsafe_code(program)
     return f"{part} in {_PROGRAM}" if part else ""
 
