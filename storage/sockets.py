@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 import sys
-from ipaddress import ip_address
+from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -25,54 +25,59 @@ _REQUEST = struct.Struct("=BBBBI")  # the start of inet_diag_req_v2: family, pro
 _ANSWER = struct.Struct("=xB62xII")  # inet_diag_msg: state, uid, inode
 
 _TABLE = Path("/proc/net/tcp")
-_CLOSING_STATES = {"04", "05", "06", "08", "09", "0B"}  # from FIN_WAIT1 to CLOSING
-
-AFTER_CRASH = "HPSEARCH_AFTER_CRASH"  # environment variable: the server gets the port of a server that has crashed
 
 
 def listen_exclusively(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port to which no other socket is bound.
+    """Return a socket that listens on a port to which no other user has bound a socket.
 
     Servers usually bind with SO_REUSEADDR. Then other users who have bound sockets to the port before the server
     listens can intercept its connections: Linux prefers a socket that connects to the client's port at this moment.
 
-    Closed connections of an earlier server block a port for a minute. After a crash, and on other addresses than those
-    of the loopback interface, the option is therefore set if there are such connections.
-
     Raises:
         OSError: the address is in use or invalid.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = bind_exclusively(host, port)
     try:
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            may_reuse = os.environ.get(AFTER_CRASH) == "1" or not ip_address(address[0]).is_loopback
-            if error.errno != errno.EADDRINUSE or not (may_reuse and has_only_closed_connections(port)):
-                raise
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
         listener.listen()
-        # Connections inherit the option; after a crash, a server can use the port of its closed connections only then.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except BaseException:
         listener.close()
         raise
     return listener
 
 
-def has_only_closed_connections(port: int) -> bool:
-    """Return whether connections of a port without a server are closed or being closed; True where this is unknown."""
+def bind_exclusively(host: str, port: int) -> socket.socket:
+    """Return a bound socket, as for `listen_exclusively`.
+
+    With SO_REUSEPORT, Linux accepts a port that has only sockets of the same user, and closed connections, which
+    remain for a minute. Because two servers of the user could share the port too, a port with a server is rejected.
+    """
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take another port
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        lines = [line.split() for path in (_TABLE, Path(f"{_TABLE}6")) for line in path.read_text().splitlines()[1:]]
-    except OSError:
-        return True
-    states = {state for _, ends, _, state, *_ in lines if int(ends.rpartition(":")[2], 16) == port}
-    return f"{_LISTEN:02X}" not in states and bool(states & _CLOSING_STATES)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if sys.platform == "linux":
+            if port and _is_served(port):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_served(port: int) -> bool:
+    """Return whether a socket listens on the port, on any address; False where this is unknown."""
+    with suppress(OSError):
+        for path in (_TABLE, Path(f"{_TABLE}6")):
+            for _, ends, _, state, *_ in map(str.split, path.read_text(encoding="ascii").splitlines()[1:]):
+                if state == f"{_LISTEN:02X}" and int(ends.rpartition(":")[2], 16) == port:
+                    return True
+    return False
 
 
 def is_own_server(port: int, client_port: int | None = None) -> bool:

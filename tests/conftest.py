@@ -284,8 +284,7 @@ def _make_logins_cheap(admin_url: str, password: str) -> None:
 @pytest.fixture(scope="session")
 def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
     """Start a Postgres without the rest of the stack, which takes two seconds; all tests share it."""
-    # With the comma, no client can use a socket, so the server listens on TCP as the servers of users do.
-    home = pytestconfig.stash[_SHARED] / "postgres,tcp"
+    home = pytestconfig.stash[_SHARED] / "postgres"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
         if known.exists():
@@ -293,7 +292,7 @@ def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config)
             return PostgresServer(port, admin, _databases(admin))
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
+        embedded_server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log", has_port=True)
         port = embedded_server.start(None)
         admin = embedded_server.make_url(port)
         forget_power_cuts(admin)

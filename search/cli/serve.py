@@ -18,7 +18,6 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
 NoAuth = Annotated[
     bool, typer.Option("--no-auth", help="Accept requests without the token in HPSEARCH_WEB_TOKEN, from everyone")
 ]
-_CLOSED_SECONDS = 65.0  # Linux keeps the ends of closed connections for a minute
 _NO_AUTH_METRICS_WARNING = "warning: --no-auth: any client that reaches this address can read the metrics"
 
 
@@ -112,19 +111,12 @@ def _open_artifacts(artifacts: str) -> str:
 
 def _check_free(host: str, port: int) -> None:
     from hpsearch.search.errors import SearchError
-    from hpsearch.storage.embedded.process import wait_until
-    from hpsearch.storage.sockets import has_only_closed_connections, listen_exclusively
+    from hpsearch.storage.sockets import bind_exclusively
 
     if not host:
         raise SearchError("--host '' is empty; give an address such as 127.0.0.1")
-    with contextlib.suppress(OSError):
-        listen_exclusively(host, port).close()
-        return
-    if has_only_closed_connections(port):
-        echo(f"waiting up to {_CLOSED_SECONDS:.0f} s for the end of the connections of an earlier server", err=True)
-        wait_until(lambda: not has_only_closed_connections(port), timeout=_CLOSED_SECONDS)
     try:
-        listen_exclusively(host, port).close()
+        bind_exclusively(host, port).close()
     except OSError as error:
         raise SearchError(
             f"--host {host} --port {port}: cannot listen ({error.strerror}); choose another address"

@@ -9,10 +9,12 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from hpsearch.storage.urls import build_url
 
 SUPERUSER = "postgres"
 _LONGEST_FOLDER_BYTES = 900  # Postgres limits the paths of its files to 1023 bytes
+_TEMPORARY_FOLDER = "/tmp"  # noqa: S108 for a private folder; TMPDIR may have a long path
 _REMEDY = "set HPSEARCH_HOME to another folder"
 
 
@@ -169,9 +172,10 @@ def make_clean_environment() -> dict[str, str]:
 
 _KEPT_VARIABLES = ("PATH", "TMPDIR", "TZ", "LD_", "DYLD_", "NSS_WRAPPER_")  # beginnings of names
 
-# In the name of the server's socket in the data directory. A server with another port listens on the loopback address,
-# where another user could intercept connections with sockets that were bound to the port before the server listened.
+# In the name of the server's socket. On a port of the loopback address, another user could intercept connections with
+# sockets that were bound to the port before the server listened.
 SOCKET_PORT = 5432
+_SOCKET_NAME = f".s.PGSQL.{SOCKET_PORT}"
 _LONGEST_SOCKET_PATH = 107  # bytes
 
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
@@ -191,12 +195,12 @@ _REPORT_AFTER = 2.0
 QUICK_CONNECT_SECONDS = 2  # timeout of a connection before a wait is reported
 
 
-def _can_connect_by_socket(data: Path) -> bool:
-    """Return whether clients can use a socket in the data directory."""
-    path = data / f".s.PGSQL.{SOCKET_PORT}"
+def _can_have_socket(folder: Path) -> bool:
+    """Return whether clients can use a socket in a folder."""
+    path = folder / _SOCKET_NAME
     if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH or "," in str(path):  # libpq splits the path at commas
         return False
-    probe = data / ".s.PGSQL.test"
+    probe = folder / ".s.PGSQL.test"
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             probe.unlink(missing_ok=True)
@@ -241,13 +245,16 @@ class EmbeddedPostgres:
     """Embedded Postgres server of a home folder.
 
     Attributes:
-        folder: folder with `data` (the data directory), `password` (the superuser's password) and `running` (the lock
-            file).
+        folder: folder with `data` (the data directory), `password` (the superuser's password), `running` (the lock
+            file), and `socket` (the path of the socket's folder, if it is not the data directory).
         log: log file of the server.
+        has_port: whether the server listens on the loopback address instead of a socket, as the servers of users do;
+            for tests.
     """
 
     folder: Path
     log: Path
+    has_port: bool = False
 
     @property
     def data_folder(self) -> Path:
@@ -270,7 +277,36 @@ class EmbeddedPostgres:
 
     def get_host(self, port: int) -> str:
         """Return the host in the URLs of this server, which has the port: the folder of its socket, or an address."""
-        return str(self.data_folder) if port == SOCKET_PORT else LOOPBACK
+        return str(self._find_socket_folder()) if port == SOCKET_PORT else LOOPBACK
+
+    def _find_socket_folder(self) -> Path:
+        try:
+            return Path(read_own_text(self.folder / "socket"))
+        except FileNotFoundError:
+            return self.data_folder
+
+    def _prepare_socket_folder(self, account: Account) -> Path:
+        """Return the folder of the socket: the data directory, or a private temporary folder if its path is too long.
+
+        Raises:
+            StorageError: no folder can have a socket.
+        """
+        if (folder := self._find_socket_folder()) != self.data_folder:
+            with suppress(OSError):
+                status = folder.lstat()
+                is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
+                if is_private and status.st_uid == account.uid and _can_have_socket(folder):
+                    return folder
+        (self.folder / "socket").unlink(missing_ok=True)
+        if _can_have_socket(self.data_folder):
+            return self.data_folder
+        folder = Path(tempfile.mkdtemp(prefix="hpsearch-pg-", dir=_TEMPORARY_FOLDER))
+        if not _can_have_socket(folder):
+            folder.rmdir()
+            raise StorageError(f"Postgres cannot create a socket in {str(self.data_folder)!r}; {_REMEDY}")
+        account.take_over(folder)
+        write_private(self.folder / "socket", str(folder))
+        return folder
 
     def find_process(self) -> psutil.Process | None:
         """Return the server process of this data directory; None if no server runs."""
@@ -368,12 +404,9 @@ class EmbeddedPostgres:
                 continue
             account.admit(self.folder)
             account.take_over(self.data_folder)
-            if _can_connect_by_socket(self.data_folder):
-                port = SOCKET_PORT
-            else:
-                preferred_port = None if preferred_port == SOCKET_PORT else preferred_port
-                port = state.choose_port(preferred_port, excluded={SOCKET_PORT})
-            if self._launch(binaries, account, port, lock, progress):
+            sockets = None if self.has_port else self._prepare_socket_folder(account)
+            port = SOCKET_PORT if sockets else state.choose_port(preferred_port)
+            if self._launch(binaries, account, port, sockets, lock, progress):
                 return port
             preferred_port = None  # another process took the port
         raise StorageError(f"Postgres cannot be started on {LOOPBACK}; see {self.log}")
@@ -403,20 +436,27 @@ class EmbeddedPostgres:
         )
 
     def _launch(
-        self, binaries: Binaries, account: Account, port: int, lock: int, progress: Callable[[str], None]
+        self,
+        binaries: Binaries,
+        account: Account,
+        port: int,
+        sockets: Path | None,
+        lock: int,
+        progress: Callable[[str], None],
     ) -> bool:
         """Start the server, wait until it answers, and return True; return False if another process uses the port."""
         command = [str(binaries.bin_folder / "postgres"), "-D", str(self.data_folder), "-p", str(port)]
-        has_socket = port == SOCKET_PORT
         ends = {
-            "listen_addresses": "" if has_socket else LOOPBACK,
-            "unix_socket_directories": "." if has_socket else "",  # relative to the data directory
+            "listen_addresses": "" if sockets else LOOPBACK,
+            # Relative to the data directory, so that its path can have any characters.
+            "unix_socket_directories": "." if sockets == self.data_folder else str(sockets or ""),
         }
         for name, value in (ends | _SETTINGS).items():
             command += ["-c", f"{name}={value}"]
         try:
             remove_stale_pid_file(self.data_folder)
-            (self.data_folder / f".s.PGSQL.{SOCKET_PORT}.lock").unlink(missing_ok=True)
+            if sockets:
+                (sockets / f"{_SOCKET_NAME}.lock").unlink(missing_ok=True)
             identity = process.spawn(
                 command,
                 log=self.log,
@@ -438,7 +478,7 @@ class EmbeddedPostgres:
             if waited > _REPORT_AFTER and is_permanent:  # such as a wrong password
                 raise StorageError(f"Postgres (process {identity.pid}): {format_error(error)} (see {self.log})")
             if process.find(identity) is None:
-                if not has_socket and not state.is_port_free(port):
+                if not sockets and not state.is_port_free(port):
                     return False
                 output = read_tail(self.log, lines=2)
                 remedy = "; enlarge /dev/shm (Docker: --shm-size=1g)" if "shared memory segment" in output else ""

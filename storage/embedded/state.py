@@ -6,6 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
-from hpsearch.storage.sockets import LOOPBACK
+from hpsearch.storage.sockets import LOOPBACK, bind_exclusively
 
 
 @dataclass
@@ -91,21 +92,12 @@ def load_state(home: Path) -> StackState | None:
         return None
 
 
-def is_port_free(port: int, *, exclusively: bool = False) -> bool:
-    """Return whether a server can bind the port at the moment.
-
-    Args:
-        port: the port.
-        exclusively: whether sockets of closed connections, and those that other users have bound, occupy the port.
-    """
-    with socket.socket() as listener:
-        if not exclusively:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((LOOPBACK, port))
-        except (OSError, OverflowError):  # a damaged state file may have any number
-            return False
+def is_port_free(port: int) -> bool:
+    """Return whether `listen_exclusively` can use the port at the moment."""
+    with suppress(OSError):  # a damaged state file may have any number
+        bind_exclusively(LOOPBACK, port).close()
         return True
+    return False
 
 
 def choose_port(preferred: int | None, *, wait_seconds: float = 0.0, excluded: Container[int] = ()) -> int:

@@ -18,7 +18,7 @@ from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.sockets import AFTER_CRASH, LOOPBACK
+from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.web.connections import OwnServerConnection
 from hpsearch.storage.web.token import derive
 
@@ -129,7 +129,7 @@ class WebService:
         for _ in range(2):  # an attached service is stuck or was just stopped, or another process took the port
             is_gone = self.find() is None
             port = self.record.port
-            if self._has_started and is_gone and (port is None or ports.is_port_free(port, exclusively=True)):
+            if self._has_started and is_gone and (port is None or ports.is_port_free(port)):
                 break
             self._restart(keeps_port=not is_gone)  # after a failed start, another user may hold the port
             if self._wait(START_TIMEOUT):
@@ -183,7 +183,6 @@ class WebService:
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_PREFIXES)}
         env |= {"PYTHONUNBUFFERED": "1", process.MARKER_VARIABLE: self.process_marker} | added
-        env |= {AFTER_CRASH: str(int(port == preferred))}
         self.record.process = process.spawn(command, log=self.log, env=env, cwd=self.home, umask=0o077)
         self.save_state()
 

@@ -14,9 +14,8 @@ from tests.faults.harness import Zygote
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, fresh_home: Path, open_folder: Path, zygote: Zygote) -> Iterator[Machine]:
     """The deployment by the settings that are the fixture's parameter, with nothing started but Postgres."""
-    home = fresh_home / "tcp,only"  # without a socket, because clients connect by an address
-    home.mkdir(parents=True, mode=0o755)
-    server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
+    fresh_home.mkdir(mode=0o755)
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), fresh_home / "postgres.log", has_port=True)
     ports = {5432: server.start(None), **{port: free_port() for port in (5000, 8080, 443, 5443)}}
     secrets = dict(line.split("=", 1) for line in tool("hpsearch", "secrets").stdout.splitlines())
     assert set(secrets) >= set(PASSWORDS)

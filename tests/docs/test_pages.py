@@ -16,7 +16,6 @@ SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
 INTERNAL = {
     f"HPSEARCH_{name}"
     for name in (
-        "AFTER_CRASH",
         "COMMAND",
         "EXIT_FILE",
         "FLEET_FAILED",

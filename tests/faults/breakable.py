@@ -33,11 +33,9 @@ class Breakable:
 
     @classmethod
     def started(cls, home: Path) -> Breakable:
-        home = home / "tcp,only"  # as for the server of the other tests
         (home / "logs").mkdir(parents=True)
-        home.parent.chmod(0o755)
         home.chmod(0o755)
-        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log", has_port=True)
         port = server.start(None)
         create_databases(server.make_url(port), owner_password=OWNER, worker_password=WORKER, mlflow_password="m")
 

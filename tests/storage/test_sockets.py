@@ -3,45 +3,82 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
-from hpsearch.storage.sockets import AFTER_CRASH, LOOPBACK, has_only_closed_connections, listen_exclusively
+from hpsearch.storage.sockets import LOOPBACK, listen_exclusively
+from tests.second_user import needs_root
+
+_OPTIONS = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
-def _bind_with_reuse(port: int) -> socket.socket:
-    """Bind a socket that does not listen, as another user can."""
+def _bind(port: int) -> socket.socket:
+    """Bind a socket that does not listen."""
     bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for option in _OPTIONS:
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
     bound.bind((LOOPBACK, port))
     return bound
 
 
-def test_a_port_to_which_another_socket_is_bound_is_in_use() -> None:
+@contextmanager
+def _as_second_user() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@needs_root
+def test_a_port_to_which_another_user_has_bound_a_socket_is_in_use() -> None:
     """A server that sets SO_REUSEADDR would listen, and the other socket could receive its connections."""
-    with closing(_bind_with_reuse(0)) as bound, pytest.raises(OSError, match="in use") as raised:
+    with _as_second_user():
+        bound = _bind(0)
+    with closing(bound), pytest.raises(OSError, match="in use") as raised:
         listen_exclusively(LOOPBACK, bound.getsockname()[1])
     assert raised.value.errno == errno.EADDRINUSE
 
 
+@needs_root
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_no_other_socket_can_be_bound_to_the_port_of_a_server(host: str) -> None:
-    with closing(listen_exclusively(host, 0)) as listener, pytest.raises(OSError, match="in use"):
-        _bind_with_reuse(listener.getsockname()[1])
+def test_another_user_cannot_bind_a_socket_to_the_port_of_a_server(host: str) -> None:
+    with (
+        closing(listen_exclusively(host, 0)) as listener,
+        _as_second_user(),
+        pytest.raises(OSError, match="in use"),
+    ):
+        _bind(listener.getsockname()[1])
 
 
-def test_after_a_crash_closed_connections_do_not_block_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_of_a_user_share_no_port() -> None:
+    with closing(listen_exclusively(LOOPBACK, 0)) as listener, pytest.raises(OSError, match="in use"):
+        listen_exclusively(LOOPBACK, listener.getsockname()[1])
+
+
+def test_closed_connections_do_not_block_the_port() -> None:
     listener = listen_exclusively(LOOPBACK, 0)
     port = listener.getsockname()[1]
     client = socket.create_connection((LOOPBACK, port))
     listener.accept()[0].close()  # the server's end remains in TIME_WAIT
-    assert not has_only_closed_connections(port)
     listener.close()
     client.close()
-    assert has_only_closed_connections(port)
-    with pytest.raises(OSError, match="in use"):
-        listen_exclusively(LOOPBACK, port)
-    monkeypatch.setenv(AFTER_CRASH, "1")
     listen_exclusively(LOOPBACK, port).close()
+
+
+@needs_root
+def test_another_user_cannot_take_the_port_of_closed_connections() -> None:
+    listener = listen_exclusively(LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    client = socket.create_connection((LOOPBACK, port))
+    listener.accept()[0].close()
+    listener.close()
+    client.close()
+    with _as_second_user():
+        bound = _bind(port)  # Linux allows this
+    with closing(bound), pytest.raises(OSError, match="in use"):
+        listen_exclusively(LOOPBACK, port)

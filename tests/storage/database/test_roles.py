@@ -33,11 +33,11 @@ create_databases(sys.argv[1], **{_PASSWORDS!r})
 @pytest.fixture
 def server(fresh_home: Path) -> Iterator[EmbeddedPostgres]:
     """Start a server without the roles of hpsearch, which logs every statement."""
-    home = fresh_home / "tcp,only"  # without a socket: the URLs of these tests have an address
-    (home / "logs").mkdir(parents=True, mode=0o755)
-    for folder in (fresh_home, home):
-        folder.chmod(0o755)
-    server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
+    fresh_home.mkdir()
+    fresh_home.chmod(0o755)
+    (fresh_home / "logs").mkdir()
+    log = fresh_home / "logs" / "postgres.log"
+    server = EmbeddedPostgres(make_postgres_folder(fresh_home), log, has_port=True)
     port = server.start(None)
     _execute(_admin(server, port), "ALTER SYSTEM SET log_statement = 'all'", "SELECT pg_reload_conf()")
     yield server

@@ -26,7 +26,7 @@ _PROGRAM = """
 import socket, sys
 if sys.argv[2:]:
     raise SystemExit(f"starting\\n{sys.argv[2]}")
-with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+with socket.create_server(("127.0.0.1", int(sys.argv[1])), reuse_port=True) as server:
     while True:
         with server.accept()[0] as client:
             client.recv(4096)

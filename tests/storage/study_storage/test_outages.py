@@ -75,7 +75,7 @@ def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[EmbeddedPostg
     with guarded_homes() as home:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "logs" / "postgres.log", has_port=True)
         port = server.start(None)
         made = create_databases(server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m")
         migrate(made.owner_url)
