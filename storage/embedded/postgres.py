@@ -405,7 +405,7 @@ class EmbeddedPostgres:
             account.admit(self.folder)
             account.take_over(self.data_folder)
             sockets = None if self.has_port else self._prepare_socket_folder(account)
-            port = SOCKET_PORT if sockets else state.choose_port(preferred_port)
+            port = SOCKET_PORT if sockets else preferred_port or state.choose_port(None)
             if self._launch(binaries, account, port, sockets, lock, progress):
                 return port
             preferred_port = None  # another process took the port
