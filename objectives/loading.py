@@ -322,6 +322,12 @@ def _check(objective: BaseObjective) -> None:
             raise ObjectiveError(f"{owner}.{field} is {value!r}, which contains control characters; use another text")
     for metric in (objective.metric, *objective.directions):
         check_metric_prefix(metric)
+    defaults: Any = objective.defaults
+    if defaults and not (isinstance(defaults, Mapping) and all(isinstance(name, str) for name in defaults)):
+        raise ObjectiveError(f"{owner}.defaults must be a dict such as {{'lr': 0.01}}, not {defaults!r}")
+    floor: Any = getattr(objective, "loss_floor", None)
+    if floor is not None and (not isinstance(floor, int | float) or isinstance(floor, bool)):
+        raise ObjectiveError(f"{owner}.loss_floor must be a number or None, not {floor!r}")
     for field in ("epochs", "n_trials"):
         value = getattr(objective, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

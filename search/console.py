@@ -223,6 +223,11 @@ def format_command(*arguments: str) -> str:
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])
 
 
+def can_redraw(console: Console) -> bool:
+    """Return whether the console is a terminal on which lines can be replaced, unlike the console of an editor."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextmanager
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current step: next to a spinner on a terminal, else as a separate line.
@@ -230,7 +235,7 @@ def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
     Without a terminal, steps that differ from the previous one only in their numbers are printed every 30 s, and the
     last of them at the end of the block.
     """
-    if not console.is_terminal:
+    if not can_redraw(console):
         last, printed_at, skipped = "", -math.inf, ""
 
         def print_step(text: str) -> None:

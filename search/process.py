@@ -291,8 +291,9 @@ def call_at_end(function: Callable[[], object]) -> None:
 _at_end: list[Callable[[], object]] = []
 
 
-def report_foreign_exits() -> None:
-    """Let other code, such as that of an objective, not end this command with success by `os._exit`."""
+@contextmanager
+def report_foreign_exits() -> Iterator[None]:
+    """Let other code, such as that of an objective, not end this command with success by `os._exit`, in this block."""
     end, own = os._exit, os.getpid()
 
     def end_or_report(status: int) -> NoReturn:
@@ -306,6 +307,10 @@ def report_foreign_exits() -> None:
         end(status)
 
     os._exit = end_or_report
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def _end_process(code: int) -> None:

@@ -127,7 +127,7 @@ def top(
     from rich.live import Live
 
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.console import PlainConsole, can_redraw
     from hpsearch.search.report.top import EpochRate, count_best_rows, read_status, render_status
     from hpsearch.search.report.trial_table import make_trial_table
 
@@ -142,11 +142,11 @@ def top(
         best = make_trial_table(stored.spec, trials, width=console.width)
         return render_status(status, rate, width=console.width, height=height, best=best)
 
-    if once or not console.is_terminal:
+    if once or not can_redraw(console):
         console.print(render(None, read_status(stored), 40))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        while console.is_terminal:  # until it is closed
+        while can_redraw(console):  # until it is closed
             status = read_status(stored)
             rate = epoch_rate.add(status.at.timestamp(), status.progress.epochs)
             live.update(render(rate, status, console.height), refresh=True)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import format_sparkline, plain_table
+from hpsearch.search.console import can_redraw, format_sparkline, plain_table
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report.top import (
     EpochRate,
@@ -257,4 +257,4 @@ def _make_display(console: Console) -> Live | _NotebookCell | None:
     notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # not a dependency
     if notebook is not None:
         return _NotebookCell(notebook.display)
-    return Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+    return Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) else None

@@ -22,6 +22,7 @@ _MAX_SIGNALS = 4096  # read at once
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
+    os.umask(os.umask(0o077) | 0o002)  # whatever the umask, other users must not change files and compiled modules
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -40,8 +41,6 @@ def main() -> None:
     )
 
     take_exit_file(os.environ)
-    if sys.argv[1:2] != ["worker"]:  # whose exit its fleet checks
-        report_foreign_exits()
     exit_on_signals()
     clean_up_on_hangup()
     load_cuda_library()
@@ -52,7 +51,9 @@ def main() -> None:
             sys.unraisablehook = _repeat_lost_interrupt
             signal.signal(signal.SIGINT, interrupt)
         _start_signal_watchdog()
-        run()
+        # The fleet checks the exit of its workers.
+        with contextlib.nullcontext() if sys.argv[1:2] == ["worker"] else report_foreign_exits():
+            run()
     except KeyboardInterrupt:  # before or after the command itself, which handles it
         _exit_interrupted()
     except MemoryError as error:  # a traceback needs memory too
@@ -120,11 +121,16 @@ def _start_signal_watchdog() -> None:
 
 
 def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that Python discards because it came in a finalizer or in a callback of C code."""
+    """Repeat an interrupt that Python discards because it came in a finalizer or in a callback of C code.
+
+    Other errors there are printed as one line.
+    """
     if isinstance(error.exc_value, KeyboardInterrupt):
         _repeat_signal(signal.SIGINT)
-    else:
-        sys.__unraisablehook__(error)
+        return
+    message = f"hpsearch: ignored {error.exc_type.__name__} in {error.object!r}: {error.exc_value}"
+    with contextlib.suppress(OSError):
+        os.write(2, f"{' '.join(message.split())}\n".encode())
 
 
 def _repeat_signal(number: int) -> None:

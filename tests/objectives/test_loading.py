@@ -290,6 +290,8 @@ def test_an_error_in_a_file_elsewhere_has_the_full_path(write, monkeypatch):
         (r"metric = 'a\n\x1b[31m'", r"Mine.metric is 'a\\n\\x1b\[31m', which contains control characters; use another"),
         (r"directions = {'a\n': 'maximize'}", r"Mine.directions: 'a\\n' contains control characters"),
         ("epochs = 0", "Mine.epochs must be an integer of at least 1, not 0"),
+        ("defaults = [{'lr': 1}]", r"Mine.defaults must be a dict such as \{'lr': 0.01\}, not \[\{'lr': 1\}\]"),
+        ("loss_floor = 'low'", "Mine.loss_floor must be a number or None, not 'low'"),
         ("n_trials = 2.5", "Mine.n_trials must be an integer of at least 1, not 2.5"),
         (
             "async def on_epoch(self, *_): ...",

@@ -127,3 +127,11 @@ def test_lines_of_a_rank_begin_with_its_number(monkeypatch: pytest.MonkeyPatch) 
     assert sys.stdout.write("") == 0
     assert out.getvalue().decode() == "[rank3]: epoch 1 begins\n[rank3]: \n[rank3]: third\n[rank3]: no line feed"
     assert err.getvalue().decode() == "[rank3]: from PyTorch\n[rank3]: last\n"
+
+
+def test_steps_are_lines_on_a_terminal_that_cannot_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")  # as in Emacs
+    output = io.StringIO()
+    with show_steps(PlainConsole(file=output, force_terminal=True)) as show_step:
+        show_step("loading")
+    assert output.getvalue() == "loading\n"

@@ -95,6 +95,10 @@ def _describe_shapes(tree: Tree) -> str:
     return describe_shapes(tree[:1] if isinstance(tree, MemmapRows) else tree)
 
 
+# Larger labels are ids, not classes.
+_MANY_CLASSES, _CLASSES_PER_SAMPLE = 1_000_000, 100
+
+
 @dataclass(frozen=True)
 class Splits:
     """Disjoint training, validation and test data. Training uses only the hash of `test`.
@@ -237,6 +241,11 @@ class Splits:
             found = f"all train labels are {int(counted['train'][0])}" if kinds else "no train sample has a class"
             raise ObjectiveError(f"{found}, so there is nothing to learn; check the labels and the splits")
         classes = int(counted["train"].max()) + 1
+        if classes > max(_MANY_CLASSES, _CLASSES_PER_SAMPLE * len(counted["train"])):
+            raise ObjectiveError(
+                f"the train labels go up to {classes - 1}, and memory for all these classes would be needed; "
+                "number the classes from 0, for example with torch.unique(y, return_inverse=True)"
+            )
         for name, y in counted.items():
             if not len(y):
                 continue
