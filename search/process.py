@@ -144,6 +144,8 @@ def clean_up_on_hangup() -> None:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         remove_temporary_folders()
+        if threading.current_thread() is not threading.main_thread():  # the watchdog of `hpsearch.__main__`
+            os._exit(128 + number)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -293,11 +295,14 @@ _at_end: list[Callable[[], object]] = []
 
 @contextmanager
 def report_foreign_exits() -> Iterator[None]:
-    """Let other code, such as that of an objective, not end this command with success by `os._exit`, in this block."""
+    """Report calls of `os._exit` by other code in this block, and exit with an error code."""
     end, own = os._exit, os.getpid()
 
     def end_or_report(status: int) -> NoReturn:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        try:
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        except ValueError:  # called by C code
+            caller = ""
         if os.getpid() == own and not caller.startswith(("hpsearch.", "multiprocessing.", "__main__")):
             remove_temporary_folders()
             fault = f"hpsearch: {caller} has ended the process with os._exit({status}); remove the call\n"
@@ -322,7 +327,8 @@ def _end_process(code: int) -> None:
     for child in children:
         child.kill()
     for function in _at_end:
-        function()
+        with contextlib.suppress(Exception):
+            function()
     with contextlib.suppress(Exception):
         if left:
             print(f"hpsearch: ended while code of the objective was running: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output

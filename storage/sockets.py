@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,57 +28,67 @@ _ANSWER = struct.Struct("=xB62xII")  # inet_diag_msg: state, uid, inode
 _TABLE = Path("/proc/net/tcp")
 
 
-def listen_exclusively(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port to which no other user has bound a socket.
+def listen_exclusively(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on a port to which no other user has bound a socket, one for each address of the host.
 
-    Servers usually bind with SO_REUSEADDR. Then other users who have bound sockets to the port before the server
-    listens can intercept its connections: Linux prefers a socket that connects to the client's port at this moment.
+    Servers usually bind with SO_REUSEADDR. Other users can then bind sockets to the port before the server listens, and
+    connect these to the ports of clients. Linux gives the connections of such clients to these sockets.
 
     Raises:
         OSError: the address is in use or invalid.
     """
-    listener = bind_exclusively(host, port)
+    listeners = bind_exclusively(host, port)
     try:
-        listener.listen()
+        for listener in listeners:
+            listener.listen()
+            if _count_listeners(listener.getsockname()[1]) > len(listeners):  # another process started at the same time
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     except BaseException:
-        listener.close()
+        close_all(listeners)
         raise
-    return listener
+    return listeners
 
 
-def bind_exclusively(host: str, port: int) -> socket.socket:
-    """Return a bound socket, as for `listen_exclusively`.
+def bind_exclusively(host: str, port: int) -> list[socket.socket]:
+    """Return bound sockets, as for `listen_exclusively`.
 
     With SO_REUSEPORT, Linux accepts a port that has only sockets of the same user, and closed connections, which
     remain for a minute. Because two servers of the user could share the port too, a port with a server is rejected.
     """
     if not 0 <= port < 1 << 16:  # getaddrinfo would take another port
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    if port and _count_listeners(port):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    made: list[socket.socket] = []
     try:
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if sys.platform == "linux":
-            if port and _is_served(port):
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            made.append(socket.socket(family, kind, protocol))
+            if family == socket.AF_INET6:
+                made[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            option = socket.SO_REUSEPORT if sys.platform == "linux" else socket.SO_REUSEADDR
+            made[-1].setsockopt(socket.SOL_SOCKET, option, 1)
+            made[-1].bind(address)
     except BaseException:
-        listener.close()
+        close_all(made)
         raise
-    return listener
+    return made
 
 
-def _is_served(port: int) -> bool:
-    """Return whether a socket listens on the port, on any address; False where this is unknown."""
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    """Close sockets."""
+    for each in sockets:
+        each.close()
+
+
+def _count_listeners(port: int) -> int:
+    """Return the number of sockets that listen on the port, on any address; 0 where this is unknown."""
+    count = 0
     with suppress(OSError):
         for path in (_TABLE, Path(f"{_TABLE}6")):
             for _, ends, _, state, *_ in map(str.split, path.read_text(encoding="ascii").splitlines()[1:]):
-                if state == f"{_LISTEN:02X}" and int(ends.rpartition(":")[2], 16) == port:
-                    return True
-    return False
+                count += state == f"{_LISTEN:02X}" and int(ends.rpartition(":")[2], 16) == port
+    return count
 
 
 def is_own_server(port: int, client_port: int | None = None) -> bool:

@@ -111,12 +111,12 @@ def _open_artifacts(artifacts: str) -> str:
 
 def _check_free(host: str, port: int) -> None:
     from hpsearch.search.errors import SearchError
-    from hpsearch.storage.sockets import bind_exclusively
+    from hpsearch.storage.sockets import bind_exclusively, close_all
 
     if not host:
         raise SearchError("--host '' is empty; give an address such as 127.0.0.1")
     try:
-        bind_exclusively(host, port).close()
+        close_all(bind_exclusively(host, port))
     except OSError as error:
         raise SearchError(
             f"--host {host} --port {port}: cannot listen ({error.strerror}); choose another address"

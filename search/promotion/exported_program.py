@@ -1,9 +1,9 @@
 """Static check of `torch.export` programs, before they are loaded.
 
-`torch.export.load` executes content of the file: it unpickles objects, resolves the names of operators and of the
-functions in the metadata of nodes to any attribute below `torch`, which may load a library, evaluates symbolic sizes
-with sympy, and compiles guards to Python code. This module accepts a program only if all these parts are plain, without
-loading the program.
+`torch.export.load` executes content of the file: it unpickles objects, resolves the names of operators to any function
+below `torch`, evaluates symbolic sizes with sympy, and compiles guards to Python code. This module accepts a program
+only if all these parts are plain, without loading the program. It does not check the metadata of nodes, by which torch
+reads any attributes below `torch`, because torch must load only the copy of `plain_copy`, which has no metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -67,8 +66,6 @@ _RESERVED_NAMES = frozenset(
 _VALUES_KEYS = {"tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values", "custom_obj_values"}
 _ATTRIBUTE_KEYS = {"parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn"}
 _JSON_KEYS = {"in_spec", "out_spec", "context"}  # the structures of inputs and outputs, which are JSON in JSON
-# Of nodes. The first contains names of functions, which torch looks up; the others are texts of messages.
-_METADATA_KEYS = {"source_fn_stack", "stack_trace", "nn_module_stack", "torch_fn", "custom", "from_node"}
 _TEXT = re.compile(r"[\w.:+\-*/,<> ]*")  # texts without quotes and brackets, such as the equation of an einsum
 _IMPORTS = re.compile(r"default_factory_module|__enum__")  # fields of structures that name a module to import
 _NODES = (
@@ -185,7 +182,7 @@ def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) ->
         if not _NAME.fullmatch(name) or _IMPORTS.search(name) or (key in _VALUES_KEYS and is_reserved(name)):
             yield f"the name {name[:80]!r}"
         if has_call and name == "metadata":
-            yield from _list_unsafe_metadata(item)
+            pass  # not in the copy
         elif has_call and name == "inputs":
             for each in item:
                 yield from _list_unsafe_values(each, name, is_argument=True)
@@ -195,32 +192,6 @@ def _list_unsafe_items(value: dict[str, Any], key: str, *, is_argument: bool) ->
             yield "a subgraph in a dictionary"
         elif not (has_call and name == "target"):
             yield from _list_unsafe_values(item, "argument" if is_argument and name == "name" else name)
-
-
-def _list_unsafe_metadata(metadata: dict[str, str]) -> Iterator[str]:
-    yield from (f"the metadata {key[:80]!r}" for key in metadata.keys() - _METADATA_KEYS)
-    if _IMPORTS.search(text := json.dumps(metadata)) or "\\\\u" in text:  # a name may have an escape
-        yield "the import of a module"
-    if stack := metadata.get("source_fn_stack"):
-        for entry in stack.split(";"):
-            target = entry.partition(",")[2]
-            if not (target.isidentifier() or is_safe_operator(target) or _is_torch_function(target)):
-                yield f"the function {target[:80]!r}"
-
-
-def _is_torch_function(path: str) -> bool:
-    """Return whether a path leads through modules of torch to a function or class, which this function does not call.
-
-    It reads no attributes, because those of some objects load libraries: ``torch.ctypes.cdll.NAME``.
-    """
-    parents = path.split(".")
-    last, module = parents.pop(), torch
-    for length in range(2, len(parents) + 1):
-        below = vars(module).get(parents[length - 1])
-        if not isinstance(below, ModuleType) or below.__name__ != ".".join(parents[:length]):
-            return False
-        module = below
-    return parents[:1] == ["torch"] and callable(vars(module).get(last))
 
 
 def _list_unsafe_calls(target: str, inputs: list[dict[str, Any]]) -> Iterator[str]:

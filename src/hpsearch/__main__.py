@@ -98,7 +98,7 @@ def _start_signal_watchdog() -> None:
     Python calls handlers only between instructions of the main thread. libpq, for example, does not return to Python
     while a server is frozen or a table is locked.
     """
-    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -112,7 +112,7 @@ def _start_signal_watchdog() -> None:
                 is_handled = _last_handled.get(number, 0.0) > received_at
                 if is_handled or signal.getsignal(number) != handlers[number]:
                     continue
-                if number == signal.SIGTERM and callable(terminate := handlers[number]):
+                if number != signal.SIGINT and callable(terminate := handlers[number]):
                     terminate(number, None)
                 _exit_interrupted()
 
@@ -127,6 +127,9 @@ def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:
     """
     if isinstance(error.exc_value, KeyboardInterrupt):
         _repeat_signal(signal.SIGINT)
+        return
+    if sys.argv[1:2] == ["worker"]:  # whose log has tracebacks
+        sys.__unraisablehook__(error)
         return
     message = f"hpsearch: ignored {error.exc_type.__name__} in {error.object!r}: {error.exc_value}"
     with contextlib.suppress(OSError):

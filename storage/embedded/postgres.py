@@ -202,9 +202,12 @@ def _can_have_socket(folder: Path) -> bool:
         return False
     probe = folder / ".s.PGSQL.test"
     try:
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
             probe.unlink(missing_ok=True)
             listener.bind(os.fsencode(probe))
+            probe.chmod(0o700)
+            listener.listen()
+            client.connect(os.fsencode(probe))
             probe.unlink()
     except OSError:  # such as a file system without sockets
         return False
@@ -369,6 +372,11 @@ class EmbeddedPostgres:
                 fault = f"it does not answer; see {self.log}" if "timeout" in str(error) else format_error(error)
                 progress(f"waiting for Postgres (process {server.pid}): {fault}")
             if waited > (_LOCK_TIMEOUT if is_stopping else _ATTACH_TIMEOUT):
+                if port == SOCKET_PORT and not (folder := Path(self.get_host(port))).exists():
+                    raise StorageError(
+                        f"Postgres (process {server.pid}) has its socket in {str(folder)!r}, which is missing here; "
+                        "another job with its own /tmp may use this home; set HPSEARCH_HOME to another folder"
+                    )
                 if has_answered(error) and not is_stopping:  # a restart would end connections of others, and not help
                     raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")
                 self.stop()

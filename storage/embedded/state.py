@@ -14,7 +14,7 @@ from typing import Literal
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
-from hpsearch.storage.sockets import LOOPBACK, bind_exclusively
+from hpsearch.storage.sockets import LOOPBACK, bind_exclusively, close_all
 
 
 @dataclass
@@ -95,7 +95,7 @@ def load_state(home: Path) -> StackState | None:
 def is_port_free(port: int) -> bool:
     """Return whether `listen_exclusively` can use the port at the moment."""
     with suppress(OSError):  # a damaged state file may have any number
-        bind_exclusively(LOOPBACK, port).close()
+        close_all(bind_exclusively(LOOPBACK, port))
         return True
     return False
 

@@ -63,10 +63,10 @@ def export_model(
 def _check_dynamic_dims(
     folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], dynamic_dims: Sequence[Collection[int]]
 ) -> None:
-    """Raise ValueError if the exported model does not accept all sizes from 2 on in a dynamic dimension.
+    """Raise ValueError if the exported model has a fixed dynamic dimension, or does not accept all batch sizes above 1.
 
     `torch.export` may specialize dynamic dimensions to sizes like those of the example without an error. For example,
-    `torch.cdist` has other code for more than 25 rows.
+    `torch.cdist` uses other code for more than 25 rows. Limits of other dimensions can be those of the model.
     """
     import torch
 
@@ -80,7 +80,7 @@ def _check_dynamic_dims(
             if isinstance(size := shapes[str(traced_name)][dim], int):
                 raise ValueError(f"torch.export fixed dimension {dim} of {name or 'inputs'} at size {size}")
             bounds = program.range_constraints.get(size.node.expr)
-            if bounds is not None and (bounds.lower > _MIN_SIZE or bounds.upper < _MAX_SIZE):
+            if dim == 0 and bounds is not None and (bounds.lower > _MIN_SIZE or bounds.upper < _MAX_SIZE):
                 limits = f"{bounds.lower} to {bounds.upper}"
                 raise ValueError(f"torch.export limited dimension {dim} of {name or 'inputs'} to sizes from {limits}")
 

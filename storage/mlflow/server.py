@@ -100,12 +100,14 @@ def _listen_exclusively() -> None:
     startup = Server.startup
 
     async def start(server: Server, sockets: list[socket.socket] | None = None) -> None:
-        config = server.config
+        config, log = server.config, logging.getLogger("uvicorn.error")
         try:
-            await startup(server, sockets or [listen_exclusively(config.host, config.port)])
+            listeners = sockets or listen_exclusively(config.host, config.port)
         except OSError as error:
-            logging.getLogger("uvicorn.error").error("cannot listen on %s:%d: %s", config.host, config.port, error)
+            log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
             sys.exit(1)
+        await startup(server, listeners)
+        log.info("MLflow listens on http://%s:%d", config.host, config.port)
 
     Server.startup = start  # type: ignore[method-assign, assignment]
 

@@ -47,10 +47,14 @@ class _CheckedConnection(HTTPConnection):
 
     def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 declares it
         """Return the response of the server."""
-        is_answering = self.sock is None or wait_for_read(self.sock, timeout=_QUIET_SECONDS)
-        if not is_answering and not _CheckedConnection.is_waiting:
-            log.warning("waiting for %s:%s, which does not answer", self.host, self.port)
-        _CheckedConnection.is_waiting = not is_answering
+        limit = None if self.sock is None else self.sock.gettimeout()
+        if limit is not None and limit > _QUIET_SECONDS and self.host == LOOPBACK and is_embedded_port(self.port or 0):
+            is_answering = wait_for_read(self.sock, timeout=_QUIET_SECONDS)
+            if not is_answering:
+                if not _CheckedConnection.is_waiting:
+                    log.warning("waiting for the service on port %s, which does not answer", self.port)
+                self.sock.settimeout(limit - _QUIET_SECONDS)
+            _CheckedConnection.is_waiting = not is_answering
         return super().getresponse()
 
 

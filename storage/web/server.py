@@ -36,7 +36,7 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
         app = _reject_foreign_hosts(app, {*_LOOPBACK, host})
     try:
         server = waitress.create_server(
-            app, sockets=[listen_exclusively(host, port)], threads=8, ident=None,
+            app, sockets=listen_exclusively(host, port), threads=8, ident=None,
             # Redirects must keep the scheme of a TLS proxy; no other forwarded header is trusted.
             trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
         )  # fmt: skip

@@ -16,6 +16,11 @@ from tests.second_user import needs_root
 _OPTIONS = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    (listener,) = listen_exclusively(host, port)
+    return listener
+
+
 def _bind(port: int) -> socket.socket:
     """Bind a socket that does not listen."""
     bound = socket.socket()
@@ -48,7 +53,7 @@ def test_a_port_to_which_another_user_has_bound_a_socket_is_in_use() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_another_user_cannot_bind_a_socket_to_the_port_of_a_server(host: str) -> None:
     with (
-        closing(listen_exclusively(host, 0)) as listener,
+        closing(_listen(host, 0)) as listener,
         _as_second_user(),
         pytest.raises(OSError, match="in use"),
     ):
@@ -56,23 +61,23 @@ def test_another_user_cannot_bind_a_socket_to_the_port_of_a_server(host: str) ->
 
 
 def test_two_servers_of_a_user_share_no_port() -> None:
-    with closing(listen_exclusively(LOOPBACK, 0)) as listener, pytest.raises(OSError, match="in use"):
+    with closing(_listen(LOOPBACK, 0)) as listener, pytest.raises(OSError, match="in use"):
         listen_exclusively(LOOPBACK, listener.getsockname()[1])
 
 
 def test_closed_connections_do_not_block_the_port() -> None:
-    listener = listen_exclusively(LOOPBACK, 0)
+    listener = _listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
     client = socket.create_connection((LOOPBACK, port))
     listener.accept()[0].close()  # the server's end remains in TIME_WAIT
     listener.close()
     client.close()
-    listen_exclusively(LOOPBACK, port).close()
+    _listen(LOOPBACK, port).close()
 
 
 @needs_root
 def test_another_user_cannot_take_the_port_of_closed_connections() -> None:
-    listener = listen_exclusively(LOOPBACK, 0)
+    listener = _listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
     client = socket.create_connection((LOOPBACK, port))
     listener.accept()[0].close()

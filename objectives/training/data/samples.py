@@ -39,12 +39,20 @@ def collate_rows(
 
 def _copy_shared(batch: Any, samples: list[Any]) -> Any:
     """Return a batch with copies of tensors that share memory with samples, because models may change their inputs."""
-    known = {leaf.untyped_storage().data_ptr() for _, leaf in tensors(samples)}
+    known = {_find_memory(leaf) for _, leaf in tensors(samples)}
     known |= {leaf.ctypes.data for _, leaf in leaves(samples) if isinstance(leaf, np.ndarray)}
-    known.discard(0)  # of tensors without elements
-    if not any(tensor.untyped_storage().data_ptr() in known for _, tensor in tensors(batch)):
+    known.discard(0)
+    if not any(_find_memory(tensor) in known for _, tensor in tensors(batch)):
         return batch
-    return map_tensors(lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in known else tensor, batch)
+    return map_tensors(lambda tensor: tensor.clone() if _find_memory(tensor) in known else tensor, batch)
+
+
+def _find_memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if the tensor is empty, sparse or nested."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _explain_read_error(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> str:

@@ -13,27 +13,41 @@ from torch import Tensor
 Tree = Any
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """Return the tree with `function` applied to each tensor."""
+def map_tensors(function: Callable[[Tensor], Any], tree: Tree, *, keeps_types: bool = False) -> Tree:
+    """Return the tree with `function` applied to each tensor.
+
+    Args:
+        function: the function.
+        tree: the tree.
+        keeps_types: whether subclasses of `dict`, such as model outputs with attributes, keep their type; otherwise all
+            mappings become dictionaries.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else _replace_values(tree, mapped)
+        mapped = {key: map_tensors(function, value, keeps_types=keeps_types) for key, value in tree.items()}
+        return _replace_values(tree, mapped, function) if keeps_types and type(tree) is not dict else mapped
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
+        return type(tree)(*(map_tensors(function, value, keeps_types=keeps_types) for value in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        return type(tree)(map_tensors(function, value, keeps_types=keeps_types) for value in tree)
     return tree
 
 
-def _replace_values(tree: Mapping[Any, Tree], values: dict[Any, Tree]) -> Tree:
-    """Return a copy of a mapping, such as an output of a model with attributes, with other values; or a dict."""
+def _replace_values(
+    tree: Mapping[Any, Tree], values: dict[Any, Tree], function: Callable[[Tensor], Any]
+) -> dict[Any, Tree]:
+    """Return a copy of a mapping with other values and attributes; the values if the mapping cannot be copied."""
     if not isinstance(tree, dict):
         return values
-    copied = copy.copy(tree)
-    for key, value in values.items():
-        copied[key] = value
+    try:
+        copied = copy.copy(tree)
+        for name, attribute in vars(copied).items():
+            vars(copied)[name] = map_tensors(function, attribute)
+        for key, value in values.items():
+            copied[key] = value
+    except Exception:  # of the class of the mapping
+        return values
     return copied
 
 

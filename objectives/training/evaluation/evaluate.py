@@ -63,17 +63,33 @@ def evaluation_mode(model: nn.Module, device: torch.device, purpose: str) -> Ite
         model.train(training)
 
 
+_LARGE_BUFFERS_BYTES = 1 << 26  # copies of larger buffers would need too much memory of a GPU
+
+
 @contextmanager
 def _keep_buffers(model: nn.Module) -> Iterator[None]:
     """Restore buffers that the model changes in this context, as observers of quantization do in evaluation mode too.
 
     Otherwise the stored weights would differ from those that were validated, and would depend on the validation data.
     """
-    before = [
-        (module, name, buffer, buffer._version, buffer.detach().clone())
+    found = [
+        (module, name, buffer)
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
         for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_inference()
+        # Others are not stored, and may be caches that belong to other attributes.
+        if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_inference()
+    ]
+    on_cpu = sum(buffer.nbytes for *_, buffer in found) > _LARGE_BUFFERS_BYTES
+    before = [
+        (
+            module,
+            name,
+            buffer,
+            buffer._version,
+            buffer.detach().to("cpu", copy=True) if on_cpu else buffer.detach().clone(),
+        )
+        for module, name, buffer in found
     ]
     try:
         yield
@@ -82,7 +98,7 @@ def _keep_buffers(model: nn.Module) -> Iterator[None]:
             if buffer._version != version:
                 with torch.no_grad():
                     buffer.resize_as_(copied).copy_(copied)
-            if module._buffers.get(name) is not buffer:
+            if name in module._buffers and module._buffers[name] is not buffer:
                 module._buffers[name] = buffer
 
 

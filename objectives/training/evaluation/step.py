@@ -98,4 +98,8 @@ class LossStep:
 
 def detach_outputs(tree: Any) -> Any:
     """Return outputs detached from the autograd graph, with floating-point numbers in fp32."""
-    return map_tensors(lambda each: each.detach().float() if each.is_floating_point() else each.detach(), tree)
+
+    def detach(tensor: Tensor) -> Tensor:
+        return tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+
+    return map_tensors(detach, tree, keeps_types=True)

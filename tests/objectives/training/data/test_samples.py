@@ -184,3 +184,9 @@ def test_a_batch_shares_no_memory_with_samples(convert):
     for part in data.batch(slice(None)).x:
         part.zero_()
     assert [float(x.sum()) for x, _ in samples] == [2.0, 3.0]
+
+
+def test_a_batch_may_be_sparse():
+    samples = [(torch.eye(2).to_sparse(), 0), (torch.eye(2).to_sparse(), 1)]
+    data = Dataset.of(samples, collate=lambda rows: (rows[0][0], torch.zeros(1)), fingerprint="two")
+    assert data.batch(slice(None)).x.is_sparse

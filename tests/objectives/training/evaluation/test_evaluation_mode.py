@@ -26,11 +26,13 @@ class Counter(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("steps", torch.zeros(1))
-        self.register_buffer("last", torch.zeros(0), persistent=False)
+        self.register_buffer("last", torch.zeros(0))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
 
     def forward(self, x):
         self.steps = self.steps + 1  # another tensor
         self.last.resize_(x.shape).copy_(x)
+        self.cache = torch.ones(9)
         return x
 
 
@@ -41,6 +43,13 @@ def test_changed_replaced_and_resized_buffers_are_restored():
         model(torch.ones(3))
     assert model.steps is steps
     assert (model.last is last, model.last.numel()) == (True, 0)
+    assert model.cache.numel() == 9  # not stored, and possibly related to other attributes
+
+
+def test_a_scripted_model_is_evaluated():
+    model = torch.jit.trace(nn.BatchNorm1d(3).eval(), torch.randn(4, 3))
+    with evaluation_mode(model, torch.device("cpu"), "test"):
+        model(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
