@@ -245,6 +245,7 @@ def smoke(
     """
     import dataclasses
 
+    from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.fit import require_model_objective
     from hpsearch.objectives.training.base_trainer import resolve_device
     from hpsearch.objectives.training.checks.smoke import run_smoke_test
@@ -252,10 +253,17 @@ def smoke(
 
     found = require_model_objective(load_probed_objective(objective), "smoke")
     config = make_config(found, settings)
+    is_new_dir = run_dir is not None and not run_dir.exists()
     if run_dir is not None:
         _make_run_dir(run_dir, "smoke.json", "smoke.png")
         run_dir = run_dir.absolute()  # the objective may change the working folder
-    result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
+    try:
+        result = run_smoke_test(found, config, seed=seed, samples=samples, steps=steps, device=resolve_device(device))
+    except ObjectiveError:
+        if is_new_dir and run_dir is not None:
+            with suppress(OSError):  # it has files of the objective
+                run_dir.rmdir()
+        raise
     last = len(result.losses) - 1
     for number in sorted({*range(0, last, max(last // _MAX_LOSS_LINES, 1)), last}):
         echo(f"step {number:5}  loss {result.losses[number]:.6g}")

@@ -14,6 +14,7 @@ from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.objectives.base_objective import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.search.console import format_command, pluralize, show_steps
@@ -43,6 +44,7 @@ from hpsearch.storage.attributes import DEVICES, STOPPED
 from hpsearch.storage.database.retry import limit_retries
 from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.trials.history import read_attempts
+from hpsearch.storage.trials.lost_attempts import count_running_trials
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def run_search(  # noqa: PLR0913 keywords
     with show_steps(console) as show_step:
         if workers:
             require_measurable(spec, options.device)
-        objective = study.objective(loaded=loaded)
+        objective = _load_objective(study, loaded, created=created)
         services = resolve_tracking(services, study, required=options.tracking_required)
         start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)
@@ -140,6 +142,16 @@ def run_search(  # noqa: PLR0913 keywords
         console.print(f"{reason}; continue with: {format_command(*again)}; or start a new study with another --name")
     with limit_retries(_INTERRUPTED_RETRY_SECONDS if interrupted else math.inf):
         return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
+
+
+def _load_objective(study: StoredStudy, loaded: BaseObjective | None, *, created: bool) -> BaseObjective:
+    """Return the objective; delete a new study whose file was changed to one that cannot be loaded."""
+    try:
+        return study.objective(loaded=loaded)
+    except ObjectiveError:
+        if created and not count_running_trials(study.engine, study.study_id):
+            study.storage.delete_study(study.study_id)
+        raise
 
 
 def _print_begin(

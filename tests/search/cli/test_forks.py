@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
+from hpsearch.search.study.study import StoredStudy
 from tests.waiting import wait_for
 
 BAD_CALLS = """
@@ -105,3 +107,18 @@ def test_code_that_asks_the_user_fails_in_the_check() -> None:
     os.close(writer)
     assert ended.returncode == 2
     assert "EOFError" in ended.stderr
+
+
+def test_a_file_that_breaks_after_the_creation_leaves_no_study(
+    objective: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ObjectiveError("wine.py:1: SyntaxError: invalid syntax")
+
+    command = ["run", objective, "--name", "broken", "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredStudy, "objective", fail)
+        assert run_command(command) == 2
+    assert run_command(["show", "broken"]) == 2
+    assert "no study 'broken'" in capsys.readouterr().err
+    assert run_command([*command, "--trials", "3"]) == 0

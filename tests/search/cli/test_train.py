@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hpsearch.changeable_paths import find_changeable_part
+from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
 from tests.factories import LOOP_OBJECTIVE
 from tests.faults.harness import Zygote
@@ -174,6 +175,17 @@ class Broken(Digits):
                 return super().forward(x.flatten(1) * 0)
         return Blind(64, 10)
 """
+
+
+def test_smoke_leaves_no_empty_folder(capsys) -> None:
+    write_template(Path("wine.py"))
+    with Path("wine.py").open("a") as file:
+        file.write(
+            "\n\nclass Equal(Wine):\n    def data(self, seed):\n        x, y = load_wine(return_X_y=True)\n"
+            "        return Splits.make(x, 0 * y, seed=seed)\n"
+        )
+    assert call(capsys, "smoke", "wine.py:Equal", "--run-dir", "empty")[0] == 2
+    assert not Path("empty").exists()
 
 
 def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
