@@ -253,7 +253,7 @@ def smoke(
 
     found = require_model_objective(load_probed_objective(objective), "smoke")
     config = make_config(found, settings)
-    is_new_dir = run_dir is not None and not run_dir.exists()
+    is_new_dir = run_dir is not None and not os.path.lexists(run_dir)  # False if the path may not be read
     if run_dir is not None:
         _make_run_dir(run_dir, "smoke.json", "smoke.png")
         run_dir = run_dir.absolute()  # the objective may change the working folder
