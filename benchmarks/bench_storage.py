@@ -227,7 +227,7 @@ def bench(quick: bool) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="hpsearch-bench-") as folder:
         home = Path(folder).resolve()
         home.chmod(0o755)
-        server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
+        server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log", has_port=True)
         made = None
         try:
             made = Bench(server, server.start(None), quick)

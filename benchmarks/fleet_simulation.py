@@ -265,7 +265,7 @@ class Simulation:
 
     def __init__(self, folder: Path, connections: int, via: str | None) -> None:
         postgres._SETTINGS["max_connections"] = str(connections)
-        self.server = postgres.EmbeddedPostgres(make_postgres_folder(folder), folder / "postgres.log")
+        self.server = postgres.EmbeddedPostgres(make_postgres_folder(folder), folder / "postgres.log", has_port=True)
         port = self.server.start(None)
         made = create_databases(
             self.server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m"

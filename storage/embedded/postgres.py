@@ -252,7 +252,7 @@ class EmbeddedPostgres:
             file), and `socket` (the path of the socket's folder, if it is not the data directory).
         log: log file of the server.
         has_port: whether the server listens on the loopback address instead of a socket, as the servers of users do;
-            for tests.
+            for tests and benchmarks.
     """
 
     folder: Path
