@@ -327,7 +327,7 @@ def _end_process(code: int) -> None:
     for child in children:
         child.kill()
     for function in _at_end:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # nothing may prevent the exit
             function()
     with contextlib.suppress(Exception):
         if left:

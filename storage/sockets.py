@@ -84,7 +84,7 @@ def close_all(sockets: Iterable[socket.socket]) -> None:
 def _count_listeners(port: int) -> int:
     """Return the number of sockets that listen on the port, on any address; 0 where this is unknown."""
     count = 0
-    with suppress(OSError):
+    with suppress(OSError):  # other systems than Linux, and hosts without IPv6, have no such table
         for path in (_TABLE, Path(f"{_TABLE}6")):
             for _, ends, _, state, *_ in map(str.split, path.read_text(encoding="ascii").splitlines()[1:]):
                 count += state == f"{_LISTEN:02X}" and int(ends.rpartition(":")[2], 16) == port

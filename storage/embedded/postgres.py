@@ -295,7 +295,7 @@ class EmbeddedPostgres:
             StorageError: no folder can have a socket.
         """
         if (folder := self._find_socket_folder()) != self.data_folder:
-            with suppress(OSError):
+            with suppress(OSError):  # a program that cleans /tmp has removed it
                 status = folder.lstat()
                 is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
                 if is_private and status.st_uid == account.uid and _can_have_socket(folder):

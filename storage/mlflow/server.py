@@ -109,7 +109,7 @@ def _listen_exclusively() -> None:
         await startup(server, listeners)
         log.info("MLflow listens on http://%s:%d", config.host, config.port)
 
-    Server.startup = start  # type: ignore[method-assign, assignment]
+    Server.startup = start  # type: ignore[method-assign, assignment]  # it has no setting for this
 
 
 def create_app() -> Asgi:
