@@ -34,7 +34,8 @@ from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
 from hpsearch.storage.embedded import stack as embedded
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.data_directory import SUPERUSER
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import find_postgres_folder, make_postgres_folder
 from hpsearch.storage.urls import build_url
 from tests.database_pool import Pool

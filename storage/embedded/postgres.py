@@ -1,182 +1,43 @@
-"""The embedded Postgres server: initialize, start, stop."""
+"""The embedded Postgres server: start, attach, stop."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import secrets
-import shutil
 import signal
 import socket
-import stat
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from hpsearch.host_name import get_host_name
 from hpsearch.storage.database.connect import find_database_error, has_answered
 from hpsearch.storage.database.libpq import make_embedded_query
 from hpsearch.storage.embedded import process, state
-from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account, find_setup_account
+from hpsearch.storage.embedded.data_directory import (
+    SUPERUSER,
+    init_data_directory,
+    make_clean_environment,
+    read_lock_holder,
+    read_major_version,
+    read_password,
+    remove_stale_pid_file,
+    try_lock,
+)
+from hpsearch.storage.embedded.postgres_account import Account, ensure_executable, find_account
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
+from hpsearch.storage.embedded.postgres_socket import (
+    SOCKET_NAME,
+    SOCKET_PORT,
+    find_socket_folder,
+    prepare_socket_folder,
+)
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
-from hpsearch.storage.files import read_tail, write_private
-from hpsearch.storage.home import read_own_text
+from hpsearch.storage.files import read_tail
 from hpsearch.storage.sockets import LOOPBACK
 from hpsearch.storage.urls import build_url
-
-SUPERUSER = "postgres"
-_LONGEST_FOLDER_BYTES = 900  # Postgres limits the paths of its files to 1023 bytes
-_TEMPORARY_FOLDER = "/tmp"  # noqa: S108 for a private folder; TMPDIR may have a long path
-_REMEDY = "set HPSEARCH_HOME to another folder"
-
-
-def init_data_directory(folder: Path, binaries: Binaries, account: Account) -> None:
-    """Create the data directory `folder/data`, and `folder/password` (0600) with the superuser's password.
-
-    `initdb` writes to a temporary folder, which is then renamed, so that an incomplete data directory is never used.
-
-    Raises:
-        StorageError: `initdb` failed.
-    """
-    if (length := len(os.fsencode(folder))) > _LONGEST_FOLDER_BYTES:
-        raise StorageError(
-            f"the path of the embedded Postgres, {str(folder)[:60]}..., has {length} bytes, but "
-            f"{_LONGEST_FOLDER_BYTES} are possible; set --home or HPSEARCH_HOME to a folder with a shorter path"
-        )
-    for leftover in folder.glob("initdb-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if not (folder / "password").exists():
-        write_private(folder / "password", secrets.token_urlsafe(24))
-    with tempfile.TemporaryDirectory(prefix="initdb-", dir=folder, ignore_cleanup_errors=True) as name:
-        temporary, setup = Path(name) / "setup", find_setup_account(account)
-        temporary.mkdir(mode=0o700)
-        password = temporary / "password"
-        write_private(password, read_password(folder))
-        account.admit(Path(name))
-        setup.take_over(temporary)
-        result = subprocess.run(
-            [
-                str(binaries.bin_folder / "initdb"),
-                *("-D", str(temporary / "data"), "-U", SUPERUSER, "--pwfile", str(password)),
-                *("--auth=scram-sha-256", "--encoding=UTF8", "--no-locale"),
-            ],
-            capture_output=True,
-            text=True,
-            cwd="/",
-            env=make_clean_environment(),
-            check=False,
-            **setup.popen_options,
-        )
-        if result.returncode != 0:
-            text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
-            remedy = "; free disk space" if os.strerror(errno.ENOSPC) in text else ""
-            raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}{remedy}")
-        account.take_over(temporary / "data")
-        (temporary / "data").rename(folder / "data")
-
-
-def read_password(folder: Path) -> str:
-    """Return the superuser's password.
-
-    Raises:
-        StorageError: the password file is missing.
-        OSError: it belongs to another user.
-    """
-    path = folder / "password"
-    try:
-        return read_own_text(path).strip()
-    except FileNotFoundError:
-        raise StorageError(f"{str(path)!r}, the password of Postgres, is missing; restore it, or {_REMEDY}") from None
-
-
-def read_major_version(data: Path) -> str | None:
-    """Return the major Postgres version of a data directory; None if the data directory does not exist yet.
-
-    Raises:
-        StorageError: the folder exists and is not a data directory.
-    """
-    try:
-        return (data / "PG_VERSION").read_text().strip()
-    except FileNotFoundError:
-        if not data.exists():
-            return None
-    raise StorageError(f"{str(data)!r} is not a Postgres data directory (no PG_VERSION); move it away, or {_REMEDY}")
-
-
-def remove_stale_pid_file(data: Path) -> None:
-    """Remove a stale pid file whose process id now belongs to another program; call only while no server runs.
-
-    Postgres would treat that process as a running server, and refuse to start. If no process has the id, the pid file
-    stays: Postgres also uses the file to find children of the dead server that still use its shared memory.
-    """
-    pid_file = data / "postmaster.pid"
-    try:
-        is_stale = psutil.pid_exists(int(pid_file.read_text().split("\n", 1)[0]))
-    except FileNotFoundError:
-        return
-    except ValueError:  # truncated by a crash
-        is_stale = True
-    if is_stale:
-        pid_file.unlink()
-
-
-def try_lock(folder: Path) -> int | None:
-    """Try to acquire the lock of a data directory; a server and its children hold the lock by an inherited descriptor.
-
-    The lock prevents a second server in cases that process ids do not show: on another machine that shares the folder,
-    in another container, or while children of a killed server still run.
-
-    Returns:
-        The file descriptor that holds the lock; None if another process holds the lock.
-
-    Raises:
-        StorageError: the file system does not support locks.
-    """
-    descriptor = os.open(folder / "running", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, get_host_name().encode(), 0)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError as error:
-        os.close(descriptor)
-        raise StorageError(
-            f"{str(folder)!r} is on a file system without locks ({error.strerror}); set HPSEARCH_HOME to a local disk"
-        ) from None
-    return descriptor
-
-
-def read_lock_holder(folder: Path) -> str:
-    """Return the name of the machine that acquired the lock last."""
-    return (folder / "running").read_text(errors="replace") or "another machine"
-
-
-def make_clean_environment() -> dict[str, str]:
-    """Return the variables of this process's environment that Postgres programs need.
-
-    The others could override their settings (``PGOPTIONS``), or are secrets that their account may not read.
-    """
-    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
-    return kept | {"LC_ALL": "C"}
-
-
-_KEPT_VARIABLES = ("PATH", "TMPDIR", "TZ", "LD_", "DYLD_", "NSS_WRAPPER_")  # beginnings of names
-
-# In the name of the server's socket. On a port of the loopback address, another user could intercept connections with
-# sockets that were bound to the port before the server listened.
-SOCKET_PORT = 5432
-_SOCKET_NAME = f".s.PGSQL.{SOCKET_PORT}"
-_LONGEST_SOCKET_PATH = 107  # bytes
 
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
 _SETTINGS = {
@@ -193,25 +54,6 @@ _LOCK_TIMEOUT = 15.0  # for the exit of the children of a killed server, or of a
 _POLL = 0.03
 _REPORT_AFTER = 2.0
 QUICK_CONNECT_SECONDS = 2  # timeout of a connection before a wait is reported
-
-
-def _can_have_socket(folder: Path) -> bool:
-    """Return whether clients can use a socket in a folder."""
-    path = folder / _SOCKET_NAME
-    if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH or "," in str(path):  # libpq splits the path at commas
-        return False
-    probe = folder / ".s.PGSQL.test"
-    try:
-        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
-            probe.unlink(missing_ok=True)
-            listener.bind(os.fsencode(probe))
-            probe.chmod(0o700)
-            listener.listen()
-            client.connect(os.fsencode(probe))
-            probe.unlink()
-    except OSError:  # such as a file system without sockets
-        return False
-    return True
 
 
 def make_database_url(
@@ -280,36 +122,7 @@ class EmbeddedPostgres:
 
     def get_host(self, port: int) -> str:
         """Return the host in the URLs of this server, which has the port: the folder of its socket, or an address."""
-        return str(self._find_socket_folder()) if port == SOCKET_PORT else LOOPBACK
-
-    def _find_socket_folder(self) -> Path:
-        try:
-            return Path(read_own_text(self.folder / "socket"))
-        except FileNotFoundError:
-            return self.data_folder
-
-    def _prepare_socket_folder(self, account: Account) -> Path:
-        """Return the folder of the socket: the data directory, or a private temporary folder if its path is too long.
-
-        Raises:
-            StorageError: no folder can have a socket.
-        """
-        if (folder := self._find_socket_folder()) != self.data_folder:
-            with suppress(OSError):  # a program that cleans /tmp has removed it
-                status = folder.lstat()
-                is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
-                if is_private and status.st_uid == account.uid and _can_have_socket(folder):
-                    return folder
-        (self.folder / "socket").unlink(missing_ok=True)
-        if _can_have_socket(self.data_folder):
-            return self.data_folder
-        folder = Path(tempfile.mkdtemp(prefix="hpsearch-pg-", dir=_TEMPORARY_FOLDER))
-        if not _can_have_socket(folder):
-            folder.rmdir()
-            raise StorageError(f"Postgres cannot create a socket in {str(self.data_folder)!r}; {_REMEDY}")
-        account.take_over(folder)
-        write_private(self.folder / "socket", str(folder))
-        return folder
+        return str(find_socket_folder(self.folder)) if port == SOCKET_PORT else LOOPBACK
 
     def find_process(self) -> psutil.Process | None:
         """Return the server process of this data directory; None if no server runs."""
@@ -412,7 +225,7 @@ class EmbeddedPostgres:
                 continue
             account.admit(self.folder)
             account.take_over(self.data_folder)
-            sockets = None if self.has_port else self._prepare_socket_folder(account)
+            sockets = None if self.has_port else prepare_socket_folder(self.folder, account)
             port = SOCKET_PORT if sockets else preferred_port or state.choose_port(None)
             if self._launch(binaries, account, port, sockets, lock, progress):
                 return port
@@ -454,17 +267,17 @@ class EmbeddedPostgres:
     ) -> bool:
         """Start the server, wait until it answers, and return True; return False if another process uses the port."""
         command = [str(binaries.bin_folder / "postgres"), "-D", str(self.data_folder), "-p", str(port)]
-        ends = {
+        listeners = {
             "listen_addresses": "" if sockets else LOOPBACK,
             # Relative to the data directory, so that its path can have any characters.
             "unix_socket_directories": "." if sockets == self.data_folder else str(sockets or ""),
         }
-        for name, value in (ends | _SETTINGS).items():
+        for name, value in (listeners | _SETTINGS).items():
             command += ["-c", f"{name}={value}"]
         try:
             remove_stale_pid_file(self.data_folder)
             if sockets:
-                (sockets / f"{_SOCKET_NAME}.lock").unlink(missing_ok=True)
+                (sockets / f"{SOCKET_NAME}.lock").unlink(missing_ok=True)
             identity = process.spawn(
                 command,
                 log=self.log,

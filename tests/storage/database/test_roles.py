@@ -12,7 +12,8 @@ from hpsearch.search.cli import run_command
 from hpsearch.storage.database.connect import connect
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded.postgres import SUPERUSER, EmbeddedPostgres
+from hpsearch.storage.embedded.data_directory import SUPERUSER
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres
 from hpsearch.storage.embedded.postgres_account import make_postgres_folder
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.urls import build_url

