@@ -31,6 +31,7 @@ from hpsearch.objectives.errors import (
     suggest_names,
     wrap_user_errors,
 )
+from hpsearch.objectives.file_modules import execute_file, make_module_name, share_module
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.objectives.references import (
     BUILTIN,
@@ -155,8 +156,7 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
         if (here := str(Path.cwd())) not in sys.path and _is_as_safe(Path.cwd(), path):
             sys.path.append(here)
         _search_first(path.parent)
-    # The name is unique: a file search.py or numpy.py hides no other module, and a notebook can overwrite its file.
-    name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
+    name = make_module_name(path, content)
     with _IMPORT_LOCK:  # another thread must not get a partly loaded module
         if name in sys.modules:
             return sys.modules[name]
@@ -165,12 +165,11 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
             raise ObjectiveError(f"objective file {format_path(path)} must end in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+        share_module(name, path)
         _IMPORTED.append(path)
         try:
             with _wrap_import_errors(path):
-                # The loader itself would read the file again, or run a compiled file in __pycache__.
-                code = spec.loader.source_to_code(content, str(path))
-                exec(code, vars(module))  # noqa: S102 the code of the objective
+                execute_file(module, path, content)
         except BaseException:  # Ctrl-C must not leave a partly loaded module either
             del sys.modules[name]
             raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from pathlib import Path
 
 from hpsearch.changeable_paths import find_changeable_part
@@ -98,6 +100,26 @@ def open_temporary_folder() -> Iterator[Path]:
             yield folder
         finally:
             _temporary_folders.pop(folder, None)
+
+
+def make_socket_folder() -> str:
+    """Create multiprocessing's folder of sockets, which this process and those that it forks share; return its path.
+
+    Without it, each of these processes makes its own, and leaves it behind if it ends early. Another user who could
+    replace the folder would receive what the processes send.
+
+    Raises:
+        ObjectiveError: see `find_safe_temporary_folder`.
+        OSError: the folder cannot be created.
+    """
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        folder = tempfile.mkdtemp(prefix="pymp-", dir=find_safe_temporary_folder())
+        config["tempdir"] = folder
+        _temporary_folders[Path(folder)] = os.getpid()
+        # As multiprocessing does, but it would fail if the folder was deleted.
+        util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
+    return util.get_temp_dir()
 
 
 def remove_temporary_folders() -> None:

@@ -329,6 +329,7 @@ def _end_process(code: int) -> None:
     for function in _at_end:
         with contextlib.suppress(Exception):  # nothing may prevent the exit
             function()
+    remove_temporary_folders()
     with contextlib.suppress(Exception):
         if left:
             print(f"hpsearch: ended while code of the objective was running: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output

@@ -20,6 +20,7 @@ import optuna
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, format_path
 from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.private_folders import make_socket_folder
 from hpsearch.objectives.references import BUILTIN, locate_source, normalize_reference
 from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
@@ -43,10 +44,16 @@ _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; l
 
 def load_probed_objective(reference: str) -> BaseObjective:
     """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
+    _share_socket_folder()
     check_import(reference)
     bind_children()
     call_at_end(partial(kill_descendants, os.getpid()))  # also those that the code has started as programs
     return load_objective(reference)
+
+
+def _share_socket_folder() -> None:
+    with contextlib.suppress(OSError, ObjectiveError):  # the code may need no such folder
+        make_socket_folder()
 
 
 def check_import(reference: str) -> None:
@@ -124,6 +131,7 @@ class ObjectiveProcess:
 
     def __enter__(self) -> Self:
         if sys.platform == "linux" and normalize_reference(self._reference) not in BUILTIN:
+            _share_socket_folder()
             self._connection, theirs = multiprocessing.Pipe()
             parent = os.getpid()
             if (pid := _fork()) == 0:

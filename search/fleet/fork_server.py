@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import gc
 import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.private_folders import find_safe_temporary_folder
+from hpsearch.objectives.private_folders import make_socket_folder
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
 from hpsearch.search.process import (
@@ -53,34 +50,15 @@ def start_fork_server(workers: int) -> None:
     if not workers or not can_fork():
         return
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ObjectiveError):
         # PYTHONSAFEPATH: a module in the working folder must not hide an installed package of the same name.
         environment = {
             **thread_environment(workers),
             "PYTHONSAFEPATH": "1",
-            SOCKET_FOLDER_VARIABLE: _make_socket_folder(),
+            SOCKET_FOLDER_VARIABLE: make_socket_folder(),
         }
         with _start_lock, _environment(environment), _silence_output():
             forkserver.ensure_running()
-
-
-def _make_socket_folder() -> str:
-    """Return multiprocessing's folder of sockets, without its own clean-up, which fails if the folder was deleted.
-
-    A server of another user at the socket would receive the environment of the workers, with its passwords.
-
-    Raises:
-        OSError: there is no folder in which other users cannot replace the folder of sockets.
-    """
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
-    if config.get("tempdir") is None:
-        try:
-            parent = find_safe_temporary_folder()
-        except ObjectiveError as error:
-            raise OSError(errno.EACCES, str(error)) from None
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=parent)
-        atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
-    return util.get_temp_dir()
 
 
 @contextlib.contextmanager
@@ -130,7 +108,10 @@ class ForkedProcess:
     """
 
     def __init__(self, work: Callable[[], int], command: list[str], environment: dict[str, str], log: Path) -> None:
-        _make_socket_folder()  # otherwise multiprocessing uses the temporary folder
+        try:
+            make_socket_folder()  # otherwise multiprocessing uses the temporary folder
+        except ObjectiveError as error:
+            raise OSError(errno.EACCES, str(error)) from None
         self._process = _context.Process(target=_run_forked, args=(work, command, environment, str(log)))
         with _start_lock, _hide_main_module():
             self._process.start()

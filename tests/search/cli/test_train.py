@@ -6,6 +6,9 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import yaml
 from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
+from hpsearch.storage.embedded.process import wait_until
 from tests.factories import LOOP_OBJECTIVE
 from tests.faults.harness import Zygote
 
@@ -143,6 +147,18 @@ def test_ctrl_c_prints_how_to_resume(zygote: Zygote, tmp_path: Path) -> None:
     assert all(line.startswith("epoch ") for line in epochs), said
     assert last_line == f"hpsearch: training stopped; repeat the command with --run-dir {run_dir} to resume it"
     assert (run_dir / "last.pt").exists()
+
+
+def test_processes_that_an_import_starts_leave_no_temporary_folder(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as that of a socket has to be
+        code = LOOP_OBJECTIVE.replace("class", "import multiprocessing\nmanager = multiprocessing.Manager()\n\nclass")
+        (tmp_path / "loop.py").write_text(code)
+        command = [sys.executable, "-m", "hpsearch", "train", "loop.py", "--run-dir", "a"]
+        done = subprocess.run(
+            command, env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert wait_until(lambda: not list(Path(folder).glob("pymp-*")), timeout=60), list(Path(folder).iterdir())
 
 
 def test_a_divergence_is_one_line_and_exit_code_1(capsys) -> None:
