@@ -29,6 +29,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 MAX_BATCH_SIZE = 2**31 - 1
+_MAX_LOADERS = 1024  # a mistyped number could stop the machine
 LR_SCALINGS = ("none", "linear", "sqrt")
 STRATEGIES = ("ddp", "fsdp")
 
@@ -83,7 +84,11 @@ class TrainConfig:
     drop_last: Annotated[bool, field("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
         int | None,
-        field("loader processes per device; 0 loads in the training process; None keeps the data on the device", ge=0),
+        field(
+            "loader processes per device; 0 loads in the training process; None keeps the data on the device",
+            ge=0,
+            le=_MAX_LOADERS,
+        ),
     ] = None
     schedule: Annotated[str, choice(SCHEDULES)] = "cosine"
     warmup: Annotated[str, choice(WARMUPS, "shape of the warm-up")] = "linear"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
@@ -34,7 +35,7 @@ class Watchdog:
         end_timeout: seconds that a step of the end of a trial, such as the export of its model, may take.
 
     Raises:
-        SearchError: a folder of the heartbeat file cannot be created, or is a link of another user.
+        SearchError: the heartbeat file is a folder, or a folder of it cannot be created or is a link of another user.
     """
 
     def __init__(self, heartbeat: Path | None, *, stall_factor: float | None, end_timeout: float) -> None:
@@ -52,6 +53,8 @@ class Watchdog:
                 with suppress(FileNotFoundError), open_parent(heartbeat):
                     pass
                 heartbeat.parent.mkdir(parents=True, exist_ok=True)
+                if heartbeat.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             except OSError as error:
                 raise SearchError(
                     f"--heartbeat {str(heartbeat)!r}: {error.strerror or error}; give another file"

@@ -74,7 +74,7 @@ def test_the_model_settings_are_a_copy():
         ({"swa_fraction": 0.0}, r"swa_fraction must be in \(0, 1\], not 0.0"),
         ({"layer_decay": 0.0}, r"layer_decay must be in \(0, 1\], not 0.0"),
         ({"decay_factor": 1.0}, r"decay_factor must be in \(0, 1\), not 1.0"),
-        ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
+        ({"num_workers": -1}, r"num_workers must be in \[0, 1024\], not -1"),
         ({"cycles": 0}, "cycles must be at least 1, not 0"),
         ({"log_every": 0}, "log_every must be at least 1, not 0"),
         ({"sam_rho": 0.0}, "sam_rho must be above 0, not 0.0"),

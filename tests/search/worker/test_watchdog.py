@@ -69,3 +69,8 @@ def test_a_heartbeat_follows_no_link_of_another_user(tmp_path: Path, link: str) 
 def test_a_heartbeat_creates_its_folder(tmp_path: Path) -> None:
     Watchdog(tmp_path / "new" / "folder" / "alive", stall_factor=None, end_timeout=60).beat()
     assert (tmp_path / "new" / "folder" / "alive").exists()
+
+
+def test_a_folder_is_no_heartbeat(tmp_path: Path) -> None:
+    with pytest.raises(SearchError, match=r"^--heartbeat '.*': Is a directory; give another file$"):
+        Watchdog(tmp_path, stall_factor=None, end_timeout=60)
