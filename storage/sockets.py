@@ -23,7 +23,7 @@ _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _ALL_STATES, _LISTEN, _NO_COOKIE = 0xFFFFFFFF, 10, b"\xff" * 8
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _REQUEST = struct.Struct("=BBBBI")  # the start of inet_diag_req_v2: family, protocol, extensions, padding, states
-_ANSWER = struct.Struct("=xB62xII")  # inet_diag_msg: state, uid, inode
+_ANSWER = struct.Struct("=xB2x4s56xII")  # inet_diag_msg: state, both ports, uid, inode
 
 _TABLE = Path("/proc/net/tcp")
 
@@ -149,15 +149,18 @@ def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
     if sys.platform != "linux":
         return None
     server, client = (socket.inet_aton(host) + bytes(12) for host in (LOOPBACK, LOOPBACK if client_port else _ANYWHERE))
-    ends = struct.pack("!HH", port, client_port) + server + client + bytes(4) + _NO_COOKIE
+    ports = struct.pack("!HH", port, client_port)
+    ends = ports + server + client + bytes(4) + _NO_COOKIE
     request = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ALL_STATES) + ends
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.send(_HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + request)
         answer = kernel.recv(4096)
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         return None
-    state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-    return (uid, inode) if client_port or state == _LISTEN else None
+    state, found, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    # If the kernel finds no connection, such as one that is bound to a device, it returns a listener of the port.
+    is_right = found == ports if client_port else state == _LISTEN
+    return (uid, inode) if is_right else None
 
 
 def _read_table(port: int, client_port: int) -> tuple[int, int] | None:

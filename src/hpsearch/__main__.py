@@ -22,7 +22,8 @@ _MAX_SIGNALS = 4096  # read at once
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
-    os.umask(os.umask(0o077) | 0o002)  # whatever the umask, other users must not change files and compiled modules
+    umask = os.umask(0o077)  # if all users could write new files, they could change compiled modules
+    os.umask(umask if umask & 0o002 else umask | 0o022)
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)

@@ -16,6 +16,9 @@ from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
 from hpsearch.storage.sockets import LOOPBACK, bind_exclusively, close_all
 
+_PORTS = range(1 << 14, 1 << 16)
+_PORT_TRIES = 100
+
 
 @dataclass
 class ServiceRecord:
@@ -110,9 +113,12 @@ def choose_port(preferred: int | None, *, wait_seconds: float = 0.0, excluded: C
     """
     if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
         return preferred
-    while True:
-        with socket.socket() as listener:
-            listener.bind((LOOPBACK, 0))
-            port: int = listener.getsockname()[1]
-        if port not in excluded:
+    # Not a port of the kernel's choice, which other users could influence by taking ports. They could prepare pages in
+    # the user's browser for the address.
+    for _ in range(_PORT_TRIES):
+        port = secrets.choice(_PORTS)
+        if port not in excluded and is_port_free(port):
             return port
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])

@@ -104,8 +104,10 @@ class Guard:
         has_cookie = _equals(self._read_cookie(request), self._make_cookie(request))
         pairs = parse_qsl(request.query, keep_blank_values=True)
         given = [value for name, value in pairs if name == TOKEN_PARAMETER]
-        if given and request.method == "GET" and (has_cookie or _equals(given[0], self.token)):
-            return self._redirect(request, [pair for pair in pairs if pair[0] != TOKEN_PARAMETER])
+        is_signing_in = bool(given) and _equals(given[0], self.token)
+        if given and request.method == "GET" and (has_cookie or is_signing_in):
+            rest = [pair for pair in pairs if pair[0] != TOKEN_PARAMETER]
+            return self._redirect(request, rest, is_signing_in=is_signing_in)
         if not has_cookie:
             is_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
             return make_reply(HTTPStatus.UNAUTHORIZED, _SIGN_IN_PAGE if is_page else _SIGN_IN_TEXT)
@@ -134,12 +136,14 @@ class Guard:
         found = cookies.get(self._cookie_name())
         return found.value if found else ""
 
-    def _redirect(self, request: Request, pairs: list[tuple[str, str]]) -> Reply:
+    def _redirect(self, request: Request, pairs: list[tuple[str, str]], *, is_signing_in: bool) -> Reply:
         # A path with two leading slashes would be the address of another server; browsers ignore tabs between them.
         target = quote("/" + request.path.lstrip("/\\\t\r\n ")) + (f"?{urlencode(pairs)}" if pairs else "")
         secure = "; Secure" if request.scheme == "https" else ""
         cookie = f"{self._cookie_name()}={self._make_cookie(request)}; Path=/; Max-Age={_COOKIE_SECONDS}"
         headers = [("Location", target), ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict{secure}")]
+        if is_signing_in:  # another program may have used the address earlier, and left scripts in the browser
+            headers.append(("Clear-Site-Data", '"cache", "storage"'))
         return make_reply(HTTPStatus.SEE_OTHER, headers=headers)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
 
-from hpsearch.storage.sockets import LOOPBACK, listen_exclusively
+from hpsearch.storage.sockets import LOOPBACK, find_client_user, listen_exclusively
 from tests.second_user import needs_root
 
 _OPTIONS = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
@@ -87,3 +88,20 @@ def test_another_user_cannot_take_the_port_of_closed_connections() -> None:
         bound = _bind(port)  # Linux allows this
     with closing(bound), pytest.raises(OSError, match="in use"):
         listen_exclusively(LOOPBACK, port)
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the users of connections")
+def test_the_user_of_a_connection_that_is_bound_to_a_device_is_found() -> None:
+    """The kernel finds a listener on the client's port instead."""
+    with closing(socket.create_server((LOOPBACK, 0))) as server:
+        port = server.getsockname()[1]
+        with _as_second_user():
+            client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        client.bind((LOOPBACK, 0))
+        client_port = client.getsockname()[1]
+        with closing(client), closing(socket.create_server((LOOPBACK, client_port))):  # it sets SO_REUSEADDR
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+            client.connect((LOOPBACK, port))
+            assert find_client_user(port, client_port) == 65534

@@ -8,6 +8,7 @@ import os
 import pty
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def test_an_unmounted_proc_is_an_error() -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("hpsearch: /proc is not mounted")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_a_umask_that_lets_all_users_write_new_files_is_changed(tmp_path: Path, umask: int, mode: int) -> None:
+    command = [sys.executable, "-m", "hpsearch", "init", "wine.py"]
+    subprocess.run(command, umask=umask, cwd=tmp_path, check=True)
+    assert stat.S_IMODE((tmp_path / "wine.py").stat().st_mode) == mode
 
 
 @pytest.mark.soak

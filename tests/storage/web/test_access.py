@@ -86,6 +86,7 @@ def test_mlflow_reports_its_health_to_everyone(stack: StackInfo) -> None:
 def test_a_link_with_the_token_signs_a_browser_in(stack: StackInfo, token: str, service: str) -> None:
     status, headers = send_request(stack, service, "GET", f"/?token={token}&a=1%202")
     assert (status, headers["location"]) == (303, "/?a=1+2")
+    assert headers["clear-site-data"] == '"cache", "storage"'  # of a program that used the address before
     cookie, *attributes = headers["set-cookie"].split("; ")
     assert {"HttpOnly", "SameSite=Strict"} <= set(attributes)
     assert token not in cookie
