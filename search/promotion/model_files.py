@@ -95,7 +95,7 @@ def find_code(folder: Path) -> str:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     try:
         flavors: dict[str, Any] = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
-        kinds = {name: dict(flavor) for name, flavor in flavors.items()}
+        kinds = {str(name): dict(flavor) for name, flavor in flavors.items()}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return "no readable file MLmodel"
     if kinds.keys() == {"hpsearch"}:

@@ -234,11 +234,14 @@ _ACTING_TABLES = ("webhook_events", "webhooks", "jobs", "online_scoring_configs"
 
 
 def delete_acting_rows(mlflow: Any) -> None:
-    """Delete the rows that an MLflow server acts on by itself."""
+    """Delete the rows that an MLflow server acts on by itself, and the places of the artifacts of new experiments."""
+    mlflow.execute(_SIZES)  # the tables of an older schema
+    columns = {(table, column) for table, column, _ in mlflow.fetchall()}
     for table in _ACTING_TABLES:
-        mlflow.execute("SELECT to_regclass(%s)", (table,))
-        if mlflow.fetchone()[0] is not None:
+        if any(table == each for each, _ in columns):
             mlflow.execute(f"DELETE FROM {table}")  # noqa: S608 constant names
+    if ("workspaces", "default_artifact_root") in columns:
+        mlflow.execute("UPDATE workspaces SET default_artifact_root = NULL")
 
 
 def find_studies_with_unsent_trials(studies: Any) -> list[str]:

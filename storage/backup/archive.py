@@ -228,6 +228,8 @@ class ArchiveReader:
                 if member.name in found:
                     raise ValueError(f"it contains the entry {member.name!r} twice")
                 target = folder / member.name
+                if target.is_dir() or any(str(path) in found for path in PurePosixPath(member.name).parents):
+                    raise ValueError(f"the entry {member.name!r} is also a folder, or its folder is also a file")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 found[member.name] = (member.size, _copy(self._content(member), target))
                 if len(found) % 1000 == 0:

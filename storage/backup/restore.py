@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -255,6 +256,7 @@ def _restore_all(
         marks = [cursor is None or _is_partial_restore(cursor) for cursor in cursors]
         for cursor in filter(None, cursors):
             cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORE_SCHEMA}")
+        used = _list_used_folders(cursors[0], locations, is_partial=marks[0])
     files = list(unpacked.iterate_files(archive.CHECKPOINTS))
     moves = [(source, locations.checkpoints / path) for path, source in files if is_checkpoint_path(str(path))]
     if len(moves) < len(files):
@@ -271,7 +273,8 @@ def _restore_all(
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, target)
-    _restore_databases(unpacked, locations, programs, progress, replace_studies=marks[0], replace_mlflow=all(marks))
+    flags = {"replace_studies": marks[0], "replace_mlflow": all(marks)}
+    _restore_databases(unpacked, locations, programs, progress, used=used, **flags)
     with _open_cursors(locations) as (studies, mlflow):
         repair_attributes(studies)
         release_trials(studies)
@@ -294,10 +297,14 @@ def _restore_databases(
     programs: Binaries,
     progress: OnProgress,
     *,
+    used: Sequence[Path],
     replace_studies: bool,
     replace_mlflow: bool,
 ) -> None:
-    """Restore the rows of both databases, and upgrade the tables; the flags permit to replace rows."""
+    """Restore the rows of both databases, and upgrade the tables; the flags permit to replace rows.
+
+    `used` are the folders of studies in the home before the restore.
+    """
     manifest = unpacked.manifest
     left_out: list[str] = []
     if locations.mlflow is not None:
@@ -328,7 +335,7 @@ def _restore_databases(
         create_tables=partial(create_tables, url, manifest.schema, setting=setting),
         must_be_empty=() if replace_studies else _STUDY_TABLES,
         programs=programs,
-        adapt=partial(_check_unused_folders, home=locations.home),
+        adapt=partial(_check_unused_folders, used=used),
     )
     for warning in migrate(url, setting=setting):
         progress(f"warning: {warning}")
@@ -341,18 +348,33 @@ def _restore_databases(
                 raise StorageError(f"the backup is damaged ({fault}); give another backup")
 
 
-def _check_unused_folders(studies: Any, *, home: Path) -> None:
-    """Check that the home has no local files of a restored study; raises StorageError otherwise.
+def _list_used_folders(studies: Any, locations: backup.Locations, *, is_partial: bool) -> list[Path]:
+    """Return the folders of studies that the home had before the restore.
 
-    They belong to the original, which may still exist in another database: `delete` of the restored study would remove
-    them.
+    An interrupted restore has added some, so the comment of its schema has the names of those before it.
+    """
+    names = {path.name for path in locations.checkpoints.glob("*")}
+    if is_partial:
+        studies.execute(f"SELECT obj_description('{RESTORE_SCHEMA}'::regnamespace)")
+        (comment,) = studies.fetchone()
+        names &= set(json.loads(comment or "[]"))
+    else:
+        studies.execute(f"COMMENT ON SCHEMA {RESTORE_SCHEMA} IS %s", (json.dumps(sorted(names)),))
+    used = [locations.checkpoints / name for name in names]
+    return used + [path for kind in STUDY_FOLDERS for path in (locations.home / kind).glob("*")]
+
+
+def _check_unused_folders(studies: Any, *, used: Sequence[Path]) -> None:
+    """Check that no folder in the home is one of a restored study; raises StorageError otherwise.
+
+    It belongs to the original, which may still exist in another database: `delete` of the restored study would remove
+    its files.
     """
     restored = list_study_folders(studies)
-    for folder in (home / kind for kind in STUDY_FOLDERS):
-        used = sorted(path for path in folder.glob("*") if path.name in restored)
-        if used:
+    for folder in sorted(used):
+        if folder.name in restored:
             raise StorageError(
-                f"{str(used[0])!r} has files of a study with the same folder, perhaps in another database; "
+                f"{str(folder)!r} has files of a study with the same folder, perhaps in another database; "
                 "set --home to another folder, or move the files away if that database no longer exists"
             )
 

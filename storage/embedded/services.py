@@ -72,8 +72,8 @@ def make_mlflow_command(
     command += ["--uvicorn-opts", f"--no-access-log --app-dir {trusted}"]
     if allowed_hosts:
         command += ["--allowed-hosts", ",".join(allowed_hosts)]
-    disabled = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    return command, {**disabled, "PYTHONSAFEPATH": "1"}
+    disabled = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_ENABLE_WORKSPACES": "false"}
+    return command, {**disabled, "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONSAFEPATH": "1"}
 
 
 OnProgress = Callable[[str], None]

@@ -136,6 +136,17 @@ def test_a_path_outside_of_the_target_is_rejected(tmp_path: Path, name: str) -> 
     assert not list((tmp_path / "out").rglob("*"))
 
 
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a")])
+def test_a_file_that_is_also_a_folder_is_rejected(tmp_path: Path, names: tuple[str, str]) -> None:
+    with (tmp_path / "a.tar").open("wb") as file, create_archive(file) as writer:
+        writer.write_manifest(MANIFEST)
+        for name in names:
+            writer.add_file(f"{ARTIFACTS}{name}", Path(__file__))
+        writer.write_index()
+    with pytest.raises(StorageError, match=f"damaged .*{names[1]}' is also a folder, or its folder is also a file"):
+        unpack(tmp_path / "a.tar", tmp_path / "out")
+
+
 def test_a_name_with_a_backslash_is_accepted(tmp_path: Path) -> None:
     """MLflow accepts such names of artifacts."""
     name, content = f"{ARTIFACTS}1/\\..\\x", tmp_path / "content"

@@ -115,7 +115,7 @@ def test_restored_studies_equal_the_original_with_rights_and_waiting_trials(
     storage.engine.dispose()
 
 
-@pytest.mark.parametrize("kind", ["runs", "outbox", "logs"])
+@pytest.mark.parametrize("kind", ["runs", "outbox", "logs", "checkpoints"])
 def test_a_restored_study_does_not_share_the_folders_of_the_original(
     postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, kind: str
 ) -> None:

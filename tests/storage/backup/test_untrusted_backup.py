@@ -16,7 +16,7 @@ from optuna.study import StudyDirection
 from hpsearch.search.cli import run_command
 from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
-from hpsearch.storage.backup.adapt import delete_acting_rows, replace_artifact_locations
+from hpsearch.storage.backup.adapt import _LOCATIONS, delete_acting_rows, replace_artifact_locations
 from hpsearch.storage.backup.archive import CHECKPOINTS, STUDIES_DUMP, ArchiveReader, create_archive
 from hpsearch.storage.backup.backup import backup
 from hpsearch.storage.backup.dumps import open_snapshot
@@ -391,6 +391,24 @@ def test_locations_of_artifacts_are_replaced(mlflow_cursor: Any, location: str, 
         assert mlflow_cursor.fetchall() == [(restored,)]
     mlflow_cursor.execute("SELECT source, (SELECT count(*) FROM webhooks) FROM model_versions")
     assert mlflow_cursor.fetchall() == [("models:/m-1", 0)]
+
+
+def test_every_column_with_a_location_is_adapted(mlflow_cursor: Any) -> None:
+    """A new version of MLflow may add one."""
+    mlflow_cursor.execute(
+        "SELECT table_name, column_name FROM information_schema.columns"
+        " WHERE table_schema = current_schema() AND column_name ~ '(location|root|uri)$'"
+    )
+    adapted = {(table, column) for table, column, *_ in _LOCATIONS} | {("workspaces", "default_artifact_root")}
+    assert set(mlflow_cursor.fetchall()) <= adapted
+
+
+def test_new_experiments_do_not_get_a_location_of_the_backup(mlflow_cursor: Any) -> None:
+    mlflow_cursor.execute("UPDATE workspaces SET default_artifact_root = 'file:///home/user'")
+    assert mlflow_cursor.rowcount == 1
+    delete_acting_rows(mlflow_cursor)
+    mlflow_cursor.execute("SELECT default_artifact_root FROM workspaces")
+    assert mlflow_cursor.fetchall() == [(None,)]
 
 
 OTHER = "f" * 32
