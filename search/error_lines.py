@@ -17,13 +17,17 @@ from hpsearch.search.process import EXIT_UNAVAILABLE, EXIT_USER_ERROR
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, find_full_disk, format_error
 
+_LONGEST_PATH = 4000  # bytes; Linux limits paths of files to 4095
+
 
 def find_environment_fault() -> str | None:
     """Return a fault of the environment with which no command can work, and its remedy; None if there is none."""
     try:
-        os.getcwd()  # noqa: PTH109 only the error matters
+        here = os.getcwd()  # noqa: PTH109 Path.cwd() is slower
     except OSError:
         return "the working directory was deleted; change to an existing folder"
+    if len(os.fsencode(here)) > _LONGEST_PATH:
+        return "the path of the working directory is too long for libraries; change to another folder"
     if platform.system() == "Linux" and not Path("/proc/self").exists():
         return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
     os.umask(umask := os.umask(0o077))

@@ -19,9 +19,12 @@ from contextlib import contextmanager
 from multiprocessing import popen_fork
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpsearch.objectives.private_folders import remove_temporary_folders
+
+if TYPE_CHECKING:
+    import psutil
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -354,11 +357,25 @@ def kill_descendants(pid: int, selects: Callable[[int], bool] = lambda _: True) 
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
-                is_tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
-                if selects(process.pid) and not is_tracker:
+                if selects(process.pid) and not _is_resource_tracker(process):
                     process.kill()
                     left.append(process.pid)
     return left
+
+
+def kill_session(leader: int) -> None:
+    """Kill the processes that a worker left in its session when it was killed or crashed."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != leader and os.getsid(process.pid) == leader and not _is_resource_tracker(process):
+                process.kill()
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether a process removes the shared memory of multiprocessing or joblib when its parent has ended."""
+    return ".resource_tracker" in " ".join(process.cmdline())
 
 
 def end_if_forked(pid: int) -> None:

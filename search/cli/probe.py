@@ -89,8 +89,11 @@ def _probe(reference: str) -> str | None:
     """Import an objective in a forked process; return the signal or exit code that ended it, None if none did."""
     import torch  # noqa: F401  # before the fork, so that the forked process and the command load it once
 
+    parent = os.getpid()
     if (pid := _fork()) == 0:
         try:
+            kill_with_parent(parent)
+            os.setsid()  # without a terminal, at which code such as getpass would wait
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS)
             null = os.open(os.devnull, os.O_RDWR)
@@ -138,6 +141,7 @@ class ObjectiveProcess:
                 try:
                     self._connection.close()
                     kill_with_parent(parent)
+                    os.setsid()  # without a terminal, at which code such as getpass would wait
                     self._serve(theirs)
                 finally:
                     os._exit(EXIT_UNAVAILABLE)
@@ -215,7 +219,7 @@ class ObjectiveProcess:
 
     def _serve(self, connection: Connection) -> None:
         """Answer calls until the command ends."""
-        for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
+        for number in ENDING_SIGNALS:  # the command ends this process
             signal.signal(number, lambda *_: None)
         bind_children()
         null = os.open(os.devnull, os.O_RDONLY)

@@ -25,6 +25,7 @@ from hpsearch.search.process import (
     EXIT_GAVE_UP,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
+    kill_session,
 )
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions
@@ -210,6 +211,8 @@ class Fleet:
 
     def _record_exit(self, slot: WorkerSlot, code: int, *, is_outage: bool) -> None:
         slot.process = None
+        if code < 0 or not slot.has_reported(code):  # the worker has not ended its session itself
+            kill_session(slot.pids[-1])
         if (cause := self._find_loss_cause(slot, code)) is not None:
             self._on_loss(slot.process_name, cause)
         if cause is LossCause.CRASHED and code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}:

@@ -15,6 +15,7 @@ import shutil
 import sys
 
 from hpsearch.cuda_library import load_cuda_library
+from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.fleet.fork_server import SOCKET_FOLDER_VARIABLE
 from hpsearch.search.process import exit_on_signals
 
@@ -40,6 +41,8 @@ with contextlib.suppress(OSError):
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes exit without it
 load_cuda_library()
+with contextlib.suppress(Exception):  # the command and the workers report it
+    use_private_compiler_cache()  # otherwise the import of torch's compiler creates a folder in the temporary folder
 gc.disable()
 for _name in PRELOADED_MODULES:
     if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting

@@ -381,6 +381,8 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
     for key in map(str, values):
         if key not in known:
             raise SearchError(f"unknown setting {key!r} in the study spec{suggest_names(key, known)}")
+        if _has_huge_integer(values[key]):
+            raise SearchError(f"{get_option_name(key)} has an integer with thousands of digits; give a smaller one")
     version = values.get("version", SPEC_VERSION)
     if version != SPEC_VERSION:
         raise SearchError(
@@ -391,6 +393,14 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         return StudySpec.model_validate(values)
     except ValidationError as error:
         raise SearchError(_format_first_error(error)) from None
+
+
+def _has_huge_integer(value: Any) -> bool:
+    try:
+        repr(value)  # Python does not convert integers of more than 4,300 digits to text
+    except Exception as error:  # of an object of the user's own class
+        return isinstance(error, ValueError)
+    return False
 
 
 def parse_stored_spec(values: Any) -> StudySpec:

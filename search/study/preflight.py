@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import optuna
@@ -188,7 +188,7 @@ def smoke_test(
             result = make_failed_result(str(error))
         outcome = _format_result(result)
         if tracking is not None and result.losses:
-            with open_temporary_folder() as folder:
+            with open_temporary_folder() as folder, suppress(OSError):  # another program may have emptied the folder
                 result.write(folder)
                 for file in sorted(folder.iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)

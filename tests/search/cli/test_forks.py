@@ -33,6 +33,18 @@ class Asking(Wine):
         input("Download? ")
 
 
+class AskingAtTheTerminal(Wine):
+    def data(self, seed):
+        open("/dev/tty").readline()
+
+
+class Crashing(Wine):
+    def on_epoch(self, model, epoch, config):
+        if epoch:
+            open("pids", "a").write(f"{subprocess.Popen(['sleep', '1000']).pid}\\n")
+            os.kill(os.getpid(), 11)
+
+
 class Leaving(Wine):
     def data(self, seed):
         threading.Thread(target=time.sleep, args=(1000,)).start()
@@ -76,6 +88,13 @@ def test_the_checks_of_a_run(objective: str) -> None:
 
 
 @pytest.mark.soak
+def test_a_crash_of_a_worker(objective: str) -> None:
+    command = ["run", "wine.py:Crashing", "--trials", "1", "--workers", "1", "--retries", "0"]
+    assert run_command([*command, "--tracking-uri", "http://127.0.0.1:1"]) == 1
+    wait_for(has_no_process_left, "the end of the programs that the worker has started")
+
+
+@pytest.mark.soak
 def test_a_command_without_a_study(objective: str) -> None:
     subprocess.run([sys.executable, "-m", "hpsearch", "train", objective, "--epochs", "1"], check=True)
     wait_for(has_no_process_left, "the end of the forked processes")
@@ -107,6 +126,25 @@ def test_code_that_asks_the_user_fails_in_the_check() -> None:
     os.close(writer)
     assert ended.returncode == 2
     assert "EOFError" in ended.stderr
+
+
+_IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+@pytest.mark.usefixtures("objective")
+def test_code_that_asks_at_the_terminal_fails_in_the_check() -> None:
+    """It would wait behind the progress line, and could leave the terminal without echo."""
+    command = [sys.executable, "-m", "hpsearch", "run", "wine.py:AskingAtTheTerminal", "--workers", "0"]
+    command += ["--tracking-uri", "http://127.0.0.1:1"]
+    ended = subprocess.run(
+        [sys.executable, "-c", _IN_A_TERMINAL, *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "No such device or address: '/dev/tty'" in ended.stdout
 
 
 def test_a_file_that_breaks_after_the_creation_leaves_no_study(

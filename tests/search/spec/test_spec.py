@@ -279,6 +279,11 @@ def test_a_program_has_a_keyword_for_each_setting() -> None:
         ({"epochs": 1_000_001}, "--epochs must be at most 1000000, not 1000001"),
         ({"timeout": 0}, "--timeout must be above 0, not 0"),
         ({"seed": 2**31}, "--seed must be below 2147483648, not 2147483648"),
+        ({"seed": 1 << 20_000}, "--seed has an integer with thousands of digits; give a smaller one"),
+        (
+            {"sampler": {"name": "tpe", "n_startup_trials": 1 << 20_000}},
+            "--sampler has an integer with thousands of digits; give a smaller one",
+        ),
         ({"epochs": "x"}, "--epochs must be a valid integer, not 'x'"),
         ({"timeout": "x"}, "--timeout must be a valid number, not 'x'"),
         ({"timeout": float("nan")}, "--timeout must be a finite number, not nan"),
