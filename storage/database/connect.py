@@ -90,9 +90,10 @@ def make_connection_error(error: Exception, url: URL, *, setting: str) -> Storag
     """
     text = redact(format_error(error))
     explanation = next((found for pattern, found in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
+    host, port = url.query.get("host", url.host), url.query.get("port", url.port)  # libpq prefers those of the query
     message = (explanation or "cannot connect: {text}").format(
-        where=f"{url.host or 'the local socket'}:{url.port or 5432}",
-        host=url.host,
+        where=f"{host or 'the local socket'}:{port or 5432}",
+        host=host,
         user=url.username,
         database=url.database,
         text=text,

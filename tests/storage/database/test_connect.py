@@ -151,6 +151,8 @@ def test_a_closed_port_is_an_error() -> None:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         port = closed.getsockname()[1]
         assert f"nothing listens at 127.0.0.1:{port}" in _refused(f"postgresql://u:p@127.0.0.1:{port}/db", away=True)
+        url = f"postgresql://u:p@/db?host=127.0.0.1&port={port}"
+        assert f"nothing listens at 127.0.0.1:{port}" in _refused(url, away=True)
 
 
 @pytest.mark.slow
