@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import unicodedata
 import uuid
 from pathlib import Path
 
@@ -165,3 +166,8 @@ def compute_folder_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 size += Path(parent, name).lstat().st_size
     return size
+
+
+def normalize_case(path: str) -> str:
+    """Return a text that is equal for all spellings of a path on a file system that ignores upper and lower case."""
+    return unicodedata.normalize("NFKC", path).casefold()

@@ -20,7 +20,7 @@ _ANYWHERE = "0.0.0.0"  # noqa: S104 an address to compare with, not to listen on
 
 # Constants and structures of linux/netlink.h, linux/sock_diag.h and linux/inet_diag.h.
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
-_ALL_STATES, _LISTEN, _NO_COOKIE = 0xFFFFFFFF, 10, b"\xff" * 8
+_ALL_STATES, _ESTABLISHED, _LISTEN, _NO_COOKIE = 0xFFFFFFFF, 1, 10, b"\xff" * 8
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _REQUEST = struct.Struct("=BBBBI")  # the start of inet_diag_req_v2: family, protocol, extensions, padding, states
 _ANSWER = struct.Struct("=xB2x4s56xII")  # inet_diag_msg: state, both ports, uid, inode
@@ -120,6 +120,8 @@ def find_server_users(port: int, client_port: int | None = None) -> set[int] | N
 def find_client_user(port: int, client_port: int) -> int | None:
     """Return the id of the user whose process opened a connection to a port of 127.0.0.1; None if unknown.
 
+    The result is that of another connection if this one has ended. So check `is_established` after the call.
+
     Args:
         port: the port of the server.
         client_port: the port of the client's end of the connection.
@@ -131,6 +133,20 @@ def find_client_user(port: int, client_port: int) -> int | None:
     except OSError:
         return None
     return found[0] if found and found[1] else None  # a closed socket has no inode, and the user id 0
+
+
+def is_established(connection: socket.socket) -> bool:
+    """Return whether both ends of a TCP connection are open; True where this is unknown (not Linux).
+
+    A server can receive a request whose client has already ended the connection. Then a connection of another user may
+    have the same ports.
+    """
+    if sys.platform != "linux":
+        return True
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == bytes([_ESTABLISHED])
+    except OSError:
+        return False
 
 
 def _find_socket(port: int, client_port: int) -> tuple[int, int] | None:
@@ -158,15 +174,16 @@ def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         return None
     state, found, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-    # If the kernel finds no connection, such as one that is bound to a device, it returns a listener of the port.
-    is_right = found == ports if client_port else state == _LISTEN
+    # If the kernel finds no connection, such as one that is bound to a device, it returns a listener of the port. Two
+    # clients can have the same ports if one is bound to a device, but only one of them is connected.
+    is_right = (found == ports and state == _ESTABLISHED) if client_port else state == _LISTEN
     return (uid, inode) if is_right else None
 
 
 def _read_table(port: int, client_port: int) -> tuple[int, int] | None:
     loopback, anywhere = (f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}" for host in (LOOPBACK, _ANYWHERE))
     if client_port:
-        ends = rf" {loopback}:{port:04X} {loopback}:{client_port:04X} \w\w"
+        ends = rf" {loopback}:{port:04X} {loopback}:{client_port:04X} {_ESTABLISHED:02X}"
     else:
         ends = rf" (?:{loopback}|{anywhere}):{port:04X} {anywhere}:0000 {_LISTEN:02X}"
     found = re.search(rf"{ends} \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", _TABLE.read_text(encoding="ascii"))

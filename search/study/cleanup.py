@@ -19,7 +19,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_removable_checkpoints
 from hpsearch.search.study.control import count_running
-from hpsearch.search.study.folders import get_outbox_folder, get_report_path, get_runs_folder
+from hpsearch.search.study.folders import get_outbox_folder, get_runs_folder, remove_report
 from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
@@ -307,6 +307,6 @@ def delete_study(services: Services, study: StoredStudy) -> list[str]:
         checkpoints.delete()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        get_report_path(services, each).unlink(missing_ok=True)
+        remove_report(services, each)
         each.storage.delete_study(each.study_id)  # last, so that the command can be repeated after an interruption
     return [each.spec.name for each in deleted]

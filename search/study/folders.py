@@ -45,3 +45,10 @@ def get_outbox_folder(home: Path, study: StoredStudy) -> Path:
 def get_report_path(services: Services, study: StoredStudy) -> Path:
     """Return the default path of a study's report."""
     return services.home / "reports" / f"{study.spec.name}.html"
+
+
+def remove_report(services: Services, study: StoredStudy) -> None:
+    """Remove the default report of a study, but not one whose name differs in case where file systems ignore it."""
+    path = get_report_path(services, study)
+    if path.name in (each.name for each in path.parent.glob("*.html")):
+        path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from hpsearch.objectives.references import BUILTIN, is_file_reference, locate_so
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256
-from hpsearch.storage.files import compute_sha256, write_private
+from hpsearch.storage.files import compute_sha256, normalize_case, write_private
 from hpsearch.storage.home import prepare_home, read_own_text, resolve_home
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
@@ -138,8 +138,8 @@ def _has_changeable_link(code: Code) -> bool:
 def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
     # A module can also import modules of the working folder.
     for path in code.located if is_file else [*code.located, Path.cwd()]:
-        # Clients of an MLflow server of this user can upload it.
-        if any(ARTIFACT_PATH.search(str(each)) for each in (path, path.resolve())):
+        # Clients of an MLflow server of this user can upload it. Some file systems ignore the case of paths.
+        if any(ARTIFACT_PATH.search(normalize_case(str(each))) for each in (path, path.resolve())):
             return "the file is an artifact of MLflow"
         if not is_file and _is_installed(path):
             continue

@@ -54,7 +54,7 @@ from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError, suggest_disk_remedy
-from hpsearch.storage.files import compute_sha256
+from hpsearch.storage.files import compute_sha256, normalize_case
 from hpsearch.storage.home import STUDY_FOLDERS, prepare_home
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
@@ -370,9 +370,9 @@ def _check_unused_folders(studies: Any, *, used: Sequence[Path]) -> None:
     It belongs to the original, which may still exist in another database: `delete` of the restored study would remove
     its files.
     """
-    restored = list_study_folders(studies)
+    restored = set(map(normalize_case, list_study_folders(studies)))
     for folder in sorted(used):
-        if folder.name in restored:
+        if normalize_case(folder.name) in restored:
             raise StorageError(
                 f"{str(folder)!r} has files of a study with the same folder, perhaps in another database; "
                 "set --home to another folder, or move the files away if that database no longer exists"

@@ -6,6 +6,7 @@ server.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import logging
@@ -23,7 +24,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.hdfs_library import HDFS_SCHEMES, load_hdfs_library
 from hpsearch.storage.mlflow.locations import ARTIFACT_PATH, OWNER_PATH
 from hpsearch.storage.sockets import listen_exclusively
-from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, guard_asgi, make_reply
+from hpsearch.storage.web.guard import Asgi, Guard, Reply, Request, ServerEnd, guard_asgi, make_reply
 from hpsearch.storage.web.token import TOKEN_VARIABLE
 
 _ORIGINS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"  # MLflow's own variables
@@ -93,8 +94,11 @@ def _check_database_user(_dialect: Any, _record: Any, _arguments: Any, parameter
     check_server_user_of(parameters)
 
 
-def _listen_exclusively() -> None:
-    """Let uvicorn, which loads this application before it listens, use a port that no other user shares."""
+def _adapt_uvicorn() -> None:
+    """Let uvicorn, which loads this application before it listens, use a port that no other user shares.
+
+    The scopes of its requests get a `ServerEnd`.
+    """
     from uvicorn.server import Server
 
     startup = Server.startup
@@ -106,10 +110,23 @@ def _listen_exclusively() -> None:
         except OSError as error:
             log.error("cannot listen on %s:%d: %s", config.host, config.port, error)
             sys.exit(1)
+        config.http_protocol_class = _make_protocol_class(config.http_protocol_class)
         await startup(server, listeners)
         log.info("MLflow listens on http://%s:%d", config.host, config.port)
 
     Server.startup = start  # type: ignore[method-assign, assignment]  # it has no setting for this
+
+
+def _make_protocol_class(base: Any) -> Any:
+    class Protocol(base):  # type: ignore[misc]
+        """A connection of uvicorn."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            """Prepare the connection."""
+            super().connection_made(transport)
+            self.server = ServerEnd(transport.get_extra_info("socket"))
+
+    return Protocol
 
 
 def create_app() -> Asgi:
@@ -123,7 +140,7 @@ def create_app() -> Asgi:
     if (token := os.environ.get(TOKEN_VARIABLE)) is None:
         raise StorageError(f"{TOKEN_VARIABLE} is not set: start MLflow with hpsearch serve mlflow")
     sa.event.listen(sa.Engine, "do_connect", _check_database_user)
-    _listen_exclusively()
+    _adapt_uvicorn()
     from mlflow.server import app as pages  # here, as the parent process of the server imports this module too
     from mlflow.server.fastapi_app import app
 

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from hpsearch.storage.attributes import EARLY_TERMINATION, FOLDER_NAME, INFEASIBLE, SPEC, VIOLATIONS, decode_attr
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.files import normalize_case
 from hpsearch.storage.trials.budget import Spending, format_progress
 from hpsearch.storage.trials.claim_sql import OUTCOME_OR_CAUSE
 
@@ -332,6 +333,6 @@ _SELECT_OTHER_FOLDERS = "SELECT value_json FROM study_user_attributes WHERE key 
 
 
 def has_other_owner(engine: sa.Engine, study_id: int, folder: str) -> bool:
-    """Return whether another study has stored the name of a folder as its own."""
+    """Return whether another study has stored the name of a folder, in upper or lower case, as its own."""
     rows = Database(engine).fetch_rows(_SELECT_OTHER_FOLDERS, {"key": FOLDER_NAME, "study": study_id})
-    return any(decode_attr(row.value_json) == folder for row in rows)
+    return any(normalize_case(str(decode_attr(row.value_json))) == normalize_case(folder) for row in rows)

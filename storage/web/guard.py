@@ -10,16 +10,18 @@ all browsers have the same user, who is unknown or that of the ssh server.
 from __future__ import annotations
 
 import hmac
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from hpsearch.storage.sockets import LOOPBACK, find_client_user
+from hpsearch.storage.sockets import LOOPBACK, find_client_user, is_established
 from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
 
+_NOBODY = -1  # no user has this id
 _COOKIE_SECONDS = 30 * 24 * 3600
 _HEALTH_PATH = "/health"
 _BEARER = "bearer "
@@ -52,6 +54,7 @@ class Request:
     Attributes:
         headers: values by name in lower case.
         ports: ports of the server and of the client if both are on 127.0.0.1; None otherwise.
+        is_connected: function that returns whether the client's connection is still open.
         root: start of the path that the server adds to the paths of the application, such as uvicorn's root path.
     """
 
@@ -61,6 +64,7 @@ class Request:
     query: str
     headers: Mapping[str, str]
     ports: tuple[int, int] | None = None
+    is_connected: Callable[[], bool] = lambda: True
     root: str = ""
 
 
@@ -126,6 +130,8 @@ class Guard:
         # Programs of other users receive the cookie if a page in the browser uses their port.
         ports = None if _FORWARDED in request.headers else request.ports
         user = None if ports is None else find_client_user(*ports)
+        if user is not None and not request.is_connected():  # it may be the user of a later connection
+            user = _NOBODY
         return derive(self.token or "", f"cookie of {user}")
 
     def _read_cookie(self, request: Request) -> str:
@@ -180,23 +186,41 @@ _Send = Callable[[dict[str, Any]], Awaitable[None]]
 Asgi = Callable[[dict[str, Any], _Receive, _Send], Awaitable[None]]
 
 
-SERVER_ADDRESS = "hpsearch.server_address"  # key of a WSGI environment: (host, port) of the server's end
+SERVER_END = "hpsearch.server_end"  # key of a WSGI environment: the `ServerEnd`
 
 
-def _find_ports(client: Sequence[Any] | None, server: Sequence[Any] | None) -> tuple[int, int] | None:
-    """Return the ports of the server and the client of a connection on 127.0.0.1; None for other connections.
+class ServerEnd(tuple[Any, ...]):
+    """Host and port of the server's end of a connection, with its socket.
+
+    The host and the port are those of the socket, because a client can choose those of the request's headers.
+    """
+
+    def __new__(cls, connection: socket.socket) -> Self:
+        """Create the end of a connection."""
+        return super().__new__(cls, connection.getsockname()[:2])
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def is_connected(self) -> bool:
+        """Return whether the connection is still open."""
+        return is_established(self._connection)
+
+
+def _describe_connection(client: Sequence[Any] | None, server: object) -> dict[str, Any]:
+    """Return the attributes of a `Request` that describe the connection.
 
     Args:
         client: host and port of the client's end.
-        server: host and port of the server's end, from its socket: a client can choose those of the request's headers.
+        server: the server's end. Without a `ServerEnd`, the user of the client is unknown.
     """
-    if client is None or server is None or {client[0], server[0]} != {LOOPBACK}:
-        return None
-    return int(server[1]), int(client[1])
+    if client is None or not isinstance(server, ServerEnd) or {client[0], server[0]} != {LOOPBACK}:
+        return {}
+    return {"ports": (int(server[1]), int(client[1])), "is_connected": server.is_connected}
 
 
 def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
-    """Wrap a WSGI application with a guard, for a server that sets `SERVER_ADDRESS`."""
+    """Wrap a WSGI application with a guard, for a server that sets `SERVER_END`."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         headers = {n[5:].replace("_", "-").lower(): v for n, v in environ.items() if n.startswith("HTTP_")}
@@ -206,7 +230,7 @@ def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
             environ.get("PATH_INFO", ""),
             environ.get("QUERY_STRING", ""),
             headers,
-            _find_ports((environ.get("REMOTE_ADDR"), environ.get("REMOTE_PORT")), environ.get(SERVER_ADDRESS)),
+            **_describe_connection((environ.get("REMOTE_ADDR"), environ.get("REMOTE_PORT")), environ.get(SERVER_END)),
         )
         if (reply := guard.check(request)) is None:
             return app(environ, start_response)
@@ -217,7 +241,10 @@ def guard_wsgi(app: Wsgi, guard: Guard) -> Wsgi:
 
 
 def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
-    """Wrap an ASGI application with a guard; WebSocket connections, which the services do not use, are rejected."""
+    """Wrap an ASGI application with a guard, for a server whose scopes have a `ServerEnd`.
+
+    WebSocket connections, which the services do not use, are rejected.
+    """
 
     async def answer(scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
         if scope["type"] == "lifespan":
@@ -226,9 +253,10 @@ def guard_asgi(app: Asgi, guard: Guard) -> Asgi:
             return await send({"type": "websocket.close", "code": 1008})
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         query = scope["query_string"].decode("latin-1")
-        ports = _find_ports(scope.get("client"), scope.get("server"))
+        connection = _describe_connection(scope.get("client"), scope.get("server"))
         root = scope.get("root_path", "")
-        reply = guard.check(Request(scope["method"], scope["scheme"], scope["path"], query, headers, ports, root))
+        request = Request(scope["method"], scope["scheme"], scope["path"], query, headers, root=root, **connection)
+        reply = guard.check(request)
         if reply is None:
             return await app(scope, receive, send)
         encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers]

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.sockets import listen_exclusively
-from hpsearch.storage.web.guard import SERVER_ADDRESS, Guard, Wsgi, guard_wsgi
+from hpsearch.storage.web.guard import SERVER_END, Guard, ServerEnd, Wsgi, guard_wsgi
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -49,7 +49,7 @@ def serve_wsgi(app: Wsgi, *, host: str, port: int, token: str | None) -> None:
 
 
 def _make_task_class(base: Any) -> Any:
-    """Return a class of waitress's tasks that adds the address of the server's end to the environment."""
+    """Return a class of waitress's tasks that adds the server's end of the connection to the environment."""
 
     class Task(base):  # type: ignore[misc]
         """Answer to a request."""
@@ -58,7 +58,7 @@ def _make_task_class(base: Any) -> Any:
             """Return the WSGI environment."""
             environ: dict[str, Any] = super().get_environment()
             with suppress(OSError):  # the client has closed the connection
-                environ[SERVER_ADDRESS] = self.channel.socket.getsockname()
+                environ[SERVER_END] = ServerEnd(self.channel.socket)
             return environ
 
     return Task

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -31,8 +32,8 @@ from hpsearch.storage.embedded.postgres import make_database_url
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.embedded.web_service import WebService
-from hpsearch.storage.sockets import is_own_server
-from hpsearch.storage.web.guard import SERVER_ADDRESS, Guard, Reply, Request, guard_asgi, guard_wsgi, make_reply
+from hpsearch.storage.sockets import find_client_user, is_own_server
+from hpsearch.storage.web.guard import SERVER_END, Guard, Reply, Request, ServerEnd, guard_asgi, guard_wsgi, make_reply
 from hpsearch.storage.web.token import add_token, add_tokens, find_token, read_token
 from tests.second_user import act_as_second_user, listen_as_second_user, needs_root
 from tests.storage.web.support import send_request
@@ -392,20 +393,60 @@ class Recorder(Guard):
 ports: list[tuple[int, int] | None] = []
 
 
+class Connection:
+    """Server's end of a connection, at an address."""
+
+    def __init__(self, host: str) -> None:
+        self._address = (host, 5000)
+
+    def getsockname(self) -> tuple[str, int]:
+        """Return the address."""
+        return self._address
+
+
 @pytest.mark.parametrize(("address", "found"), [("127.0.0.1", (5000, 40000)), ("127.0.0.2", None), ("::1", None)])
 def test_the_user_of_a_connection_is_found_by_the_address_of_the_servers_socket(
     address: str, found: tuple[int, int] | None
 ) -> None:
     """Otherwise a client could choose the port by a header, or use an address at which its port is that of another."""
     ports.clear()
+    end = ServerEnd(Connection(address))  # type: ignore[arg-type]
     headers = {"SERVER_PORT": "80", "REMOTE_ADDR": "127.0.0.1", "REMOTE_PORT": "40000", "REQUEST_METHOD": "GET"}
-    environ = {**headers, "wsgi.url_scheme": "http", SERVER_ADDRESS: (address, 5000)}
+    environ = {**headers, "wsgi.url_scheme": "http", SERVER_END: end}
     guard_wsgi(lambda *_: [], Recorder("token"))(environ, lambda *_: None)
 
     async def discard(_: dict[str, Any]) -> None:
         pass
 
     scope = {"type": "http", "method": "GET", "scheme": "http", "path": "/", "query_string": b"", "headers": []}
-    scope |= {"client": ("127.0.0.1", 40000), "server": (address, 5000)}
+    scope |= {"client": ("127.0.0.1", 40000), "server": end}
     asyncio.run(guard_asgi(discard, Recorder("token"))(scope, discard, discard))  # type: ignore[arg-type]
     assert ports == [found, found]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the users of connections")
+def test_a_request_whose_client_has_ended_the_connection_is_rejected() -> None:
+    """Its ports may be those of a later connection of the user who owns the cookie."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, (_, client_port) = server.accept()
+        end, address = ServerEnd(connection), client.getsockname()
+        ports = (server.getsockname()[1], client_port)
+
+        def answer(query: str = "", **headers: str) -> Reply | None:
+            request = Request("GET", "http", "/", query, headers, ports, end.is_connected)
+            return Guard("token").check(request)
+
+        signed_in = answer("token=token")
+        assert signed_in is not None
+        cookie = dict(signed_in.headers)["Set-Cookie"].split("; ")[0]
+        assert answer(cookie=cookie) is None
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends it with a reset
+        client.close()
+        with socket.socket() as later, connection:
+            later.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            later.bind(address)
+            later.connect(server.getsockname())
+            assert find_client_user(*ports) == os.geteuid()
+            rejected = answer(cookie=cookie)
+            assert rejected is not None
+            assert rejected.status == 401

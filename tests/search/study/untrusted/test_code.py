@@ -63,12 +63,16 @@ def test_doctor_imports_no_objective_unless_it_is_asked_to(
 
 
 @pytest.mark.usefixtures("home")
-def test_an_uploaded_artifact_is_not_imported(storage: PostgresStorage, code: Path, tmp_path: Path) -> None:
-    uploaded = tmp_path / "mlruns" / "1" / ("0" * 32) / "artifacts" / "wine.py"
+@pytest.mark.parametrize("folder", [f"{'a' * 32}/artifacts", f"{'A' * 32}/artifacts", f"{'a' * 32}/Artifact\u017f"])
+def test_an_uploaded_artifact_is_not_imported(
+    storage: PostgresStorage, code: Path, tmp_path: Path, folder: str
+) -> None:
+    """Some file systems find the file by each of these paths."""
+    uploaded = tmp_path / "mlruns" / "1" / folder / "wine.py"
     uploaded.parent.mkdir(parents=True)
     code.rename(uploaded)
     (uploaded.parents[1] / "tags").mkdir()
-    named = uploaded.parents[1] / "tags" / ".." / "artifacts" / "wine.py"
+    named = uploaded.parents[1] / "tags" / ".." / uploaded.parent.name / "wine.py"
     make_study_of(storage, named, **{SOURCE_SHA256: compute_sha256(uploaded)})
     with pytest.raises(SearchError, match="because the file is an artifact of MLflow"):
         load_study(storage, "s").objective()
