@@ -49,6 +49,8 @@ def read_code(reference: str) -> Code | None:
     if not (located := locate_sources(reference)):
         return None
     file = located[-1].resolve()
+    if file.suffix != ".py":  # reading another file, such as /proc/kmsg, may never end
+        return None
     try:
         return Code(file, compute_sha256(file), located)
     except FileNotFoundError:  # removed meanwhile

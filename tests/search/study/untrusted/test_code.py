@@ -63,6 +63,14 @@ def test_doctor_imports_no_objective_unless_it_is_asked_to(
 
 
 @pytest.mark.usefixtures("home")
+def test_a_file_that_is_no_python_code_is_not_read(storage: PostgresStorage) -> None:
+    """Root would wait for the kernel's next message."""
+    make_study_of(storage, "/proc/kmsg:Wine", **{SOURCE_SHA256: "0" * 64})
+    with pytest.raises(SearchError, match="is not imported, because its file is not on this machine"):
+        load_study(storage, "s").objective()
+
+
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("folder", [f"{'a' * 32}/artifacts", f"{'A' * 32}/artifacts", f"{'a' * 32}/Artifact\u017f"])
 def test_an_uploaded_artifact_is_not_imported(
     storage: PostgresStorage, code: Path, tmp_path: Path, folder: str
