@@ -42,14 +42,22 @@ def up(
 
     The printed links contain the token with which a browser signs in.
     """
-    from hpsearch.search.console import PlainConsole, show_steps
+    from hpsearch.search.console import PlainConsole, format_command, show_steps
+    from hpsearch.search.process import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import prepare_home
     from hpsearch.storage.web.token import add_token
 
-    with show_steps(PlainConsole(stderr=True)) as progress:
-        info = stack.up(prepare_home(home), dashboard=DASHBOARD_COMMAND, needs_token=auth, progress=progress)
+    folder = prepare_home(home)
+    try:
+        with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
+            _exit_on_signals()
+            info = stack.up(folder, dashboard=DASHBOARD_COMMAND, needs_token=auth, progress=progress)
+    except (KeyboardInterrupt, SystemExit):
+        stop = format_command("down", *(("--home", home) if home else ()))
+        echo(f"hpsearch: the services that have started keep running; stop them with: {stop}", err=True)
+        raise
     if auth is False:
         echo(f"hpsearch: {NO_AUTH_WARNING}", err=True)
     echo(f"MLflow            {add_token(info.tracking_uri)}")
