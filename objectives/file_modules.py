@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import site
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_paths: dict[str, Path] = {}  # by the name of the module
+_files: dict[str, tuple[Path, bytes]] = {}  # path and content by the name of the module
 
 
 def make_module_name(path: Path, content: bytes) -> str:
@@ -34,32 +35,41 @@ def execute_file(module: ModuleType, path: Path, content: bytes) -> None:
     exec(code, vars(module))  # noqa: S102 the code of the objective
 
 
-def share_module(name: str, path: Path) -> None:
+def share_module(name: str, path: Path, content: bytes) -> None:
     """Let processes that this process starts later import the module of an objective file."""
-    if not _paths:
-        _send_paths()
-    _paths[name] = path
+    if not _files:
+        _send_files()
+    _files[name] = path, content
 
 
-def _send_paths() -> None:
+def _send_files() -> None:
     make_data = spawn.get_preparation_data
 
-    def make_data_with_paths(name: str) -> dict[str, Any]:
-        return make_data(name) | {"hpsearch": _Paths(_paths)}
+    def make_data_with_files(name: str) -> dict[str, Any]:
+        return make_data(name) | {"hpsearch folder": _Package(), "hpsearch files": _Files(_files)}
 
-    spawn.get_preparation_data = make_data_with_paths
+    spawn.get_preparation_data = make_data_with_files
 
 
-class _Paths(dict[str, Path]):
-    """Paths by the name of the module, for which the process that unpickles them installs a finder."""
+class _Package:
+    """The folder of this package, which the process that unpickles the object adds to `sys.path` if necessary."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive_paths, (dict(self),)
+        folder = str(Path(sys.modules["hpsearch"].__path__[0]).parent)
+        is_known = folder in {*site.getsitepackages(), site.getusersitepackages()}
+        return (bool, ()) if is_known else (site.addsitedir, (folder,))
 
 
-def _receive_paths(paths: dict[str, Path]) -> None:
-    for name, path in paths.items():
-        share_module(name, path)
+class _Files(dict[str, tuple[Path, bytes]]):
+    """Files by the name of the module, for which the process that unpickles them installs a finder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_files, (dict(self),)
+
+
+def _receive_files(files: dict[str, tuple[Path, bytes]]) -> None:
+    for name, (path, content) in files.items():
+        share_module(name, path, content)
     sys.meta_path.append(_Finder())
 
 
@@ -70,12 +80,9 @@ class _Finder(MetaPathFinder, Loader):
         path: Sequence[str] | None,  # noqa: ARG002 for modules of packages
         target: ModuleType | None = None,  # noqa: ARG002 for reload
     ) -> ModuleSpec | None:
-        if (file := _paths.get(fullname)) is None:
+        if fullname not in _files:
             return None
-        return importlib.util.spec_from_file_location(fullname, file, loader=self)
+        return importlib.util.spec_from_file_location(fullname, _files[fullname][0], loader=self)
 
     def exec_module(self, module: ModuleType) -> None:
-        content = (path := _paths[module.__name__]).read_bytes()
-        if make_module_name(path, content) != module.__name__:
-            raise ImportError(f"{path} has changed since this search loaded it")
-        execute_file(module, path, content)
+        execute_file(module, *_files[module.__name__])

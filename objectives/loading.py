@@ -165,7 +165,7 @@ def _import_file(path: Path, checked: tuple[Path, str] | None = None) -> ModuleT
             raise ObjectiveError(f"objective file {format_path(path)} must end in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        share_module(name, path)
+        share_module(name, path, content)
         _IMPORTED.append(path)
         try:
             with _wrap_import_errors(path):

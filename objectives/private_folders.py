@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +84,7 @@ def find_safe_temporary_folder() -> Path:
         ) from None
 
 
+_LONGEST_PARENT_OF_SOCKETS = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # bytes
 _temporary_folders: dict[Path, int] = {}  # ids of the processes that opened them
 
 
@@ -103,23 +106,31 @@ def open_temporary_folder() -> Iterator[Path]:
 
 
 def make_socket_folder() -> str:
-    """Create multiprocessing's folder of sockets, which this process and those that it forks share; return its path.
+    """Return the path of multiprocessing's folder of sockets; create the folder if necessary.
 
-    Without it, each of these processes makes its own, and leaves it behind if it ends early. Another user who could
-    replace the folder would receive what the processes send.
+    Processes that this process forks share the folder. Otherwise each one creates a folder, which remains if the
+    process is killed. Another user who could replace the folder would receive what the processes send.
 
     Raises:
         ObjectiveError: see `find_safe_temporary_folder`.
-        OSError: the folder cannot be created.
+        OSError: the folder cannot be created or was replaced, or its path is too long for sockets.
     """
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
-        folder = tempfile.mkdtemp(prefix="pymp-", dir=find_safe_temporary_folder())
+        parent = find_safe_temporary_folder()
+        if len(os.fsencode(parent)) > _LONGEST_PARENT_OF_SOCKETS:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(parent))
+        folder = tempfile.mkdtemp(prefix="pymp-", dir=parent)
         config["tempdir"] = folder
         _temporary_folders[Path(folder)] = os.getpid()
         # As multiprocessing does, but it would fail if the folder was deleted.
         util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
-    return util.get_temp_dir()
+    folder = util.get_temp_dir()
+    status = Path(folder).lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        # A program that cleans /tmp may have removed it, and another user created it again.
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    return folder
 
 
 def remove_temporary_folders() -> None:

@@ -63,16 +63,13 @@ def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[flo
                 f"parameter {name!r} has the choice {choice!r}, which is of type {type(choice).__name__}, but the "
                 "database holds only None, bool, int, float and str; let the choices be the keys of a dictionary"
             )
-    if not name or not name.isprintable():
-        raise ObjectiveError(
-            f"the name {name!r} of a parameter is empty or has characters that cannot be printed, which MLflow "
-            "rejects; use another name"
-        )
-    for text in (choice for choice in choices if isinstance(choice, str)):
+    if not name:
+        raise ObjectiveError("a parameter has an empty name; give it a name")
+    for kind, text in (("name", name), *(("choice", choice) for choice in choices if isinstance(choice, str))):
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise ObjectiveError(
-                f"parameter {name!r} has the choice {text!r}, which contains a null character or is not valid "
-                "UTF-8; use another choice"
+                f"parameter {name!r} has the {kind} {text!r}, which contains a null character or is not valid "
+                f"UTF-8; use another {kind}"
             )
     for bound in bounds:
         if isinstance(bound, float) and not math.isfinite(bound):

@@ -26,8 +26,11 @@ def find_environment_fault() -> str | None:
         here = os.getcwd()  # noqa: PTH109 Path.cwd() is slower
     except OSError:
         return "the working directory was deleted; change to an existing folder"
-    if len(os.fsencode(here)) > _LONGEST_PATH:
-        return "the path of the working directory is too long for libraries; change to another folder"
+    if (length := len(os.fsencode(here))) > _LONGEST_PATH:
+        return (
+            f"the path of the working directory has {length} bytes, and libraries need one of at most {_LONGEST_PATH}; "
+            "change to a folder with a shorter path"
+        )
     if platform.system() == "Linux" and not Path("/proc/self").exists():
         return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
     os.umask(umask := os.umask(0o077))

@@ -133,7 +133,7 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != survivor:
-            remove_temporary_folders()
+            _run_at_end()
             report_exit(128 + number)
             os._exit(128 + number)  # user code could catch an exception
 
@@ -143,10 +143,10 @@ def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None
 
 
 def clean_up_on_hangup() -> None:
-    """Let SIGHUP, which the end of a terminal sends, first remove the temporary folders of this process."""
+    """Let SIGHUP, which the end of a terminal sends, first clean up as at the end of this process."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        remove_temporary_folders()
+        _run_at_end()
         if threading.current_thread() is not threading.main_thread():  # the watchdog of `hpsearch.__main__`
             os._exit(128 + number)
         signal.signal(number, signal.SIG_DFL)
@@ -288,12 +288,20 @@ def prepare_exit(code: int) -> None:
 
 
 def call_at_end(function: Callable[[], object]) -> None:
-    """Call a function when this process ends, also if threads of user code prevent a normal exit."""
+    """Call a function when this process ends, also by a signal, or if threads of user code prevent a normal exit."""
     atexit.register(function)
-    _at_end.append(function)
+    _at_end.append((os.getpid(), function))
 
 
-_at_end: list[Callable[[], object]] = []
+_at_end: list[tuple[int, Callable[[], object]]] = []  # with the process, whose copies must not call the functions
+
+
+def _run_at_end() -> None:
+    for pid, function in _at_end:
+        if pid == os.getpid():
+            with contextlib.suppress(Exception):  # nothing may prevent the exit
+                function()
+    remove_temporary_folders()
 
 
 @contextmanager
@@ -329,10 +337,7 @@ def _end_process(code: int) -> None:
     left += [f"process {child.pid}" for child in children]
     for child in children:
         child.kill()
-    for function in _at_end:
-        with contextlib.suppress(Exception):  # nothing may prevent the exit
-            function()
-    remove_temporary_folders()
+    _run_at_end()
     with contextlib.suppress(Exception):
         if left:
             print(f"hpsearch: ended while code of the objective was running: {', '.join(left)}", file=sys.stderr)  # noqa: T201 output

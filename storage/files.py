@@ -169,5 +169,9 @@ def compute_folder_bytes(folder: Path) -> int:
 
 
 def normalize_case(path: str) -> str:
-    """Return a text that is equal for all spellings of a path on a file system that ignores upper and lower case."""
-    return unicodedata.normalize("NFKC", path).casefold()
+    """Return a text that is equal for all spellings of a path on a file system that ignores upper and lower case.
+
+    Such file systems may also ignore characters without width, and other encodings of a character.
+    """
+    folded = unicodedata.normalize("NFKC", path).casefold()
+    return unicodedata.normalize("NFKC", "".join(each for each in folded if unicodedata.category(each) != "Cf"))

@@ -120,7 +120,8 @@ def find_server_users(port: int, client_port: int | None = None) -> set[int] | N
 def find_client_user(port: int, client_port: int) -> int | None:
     """Return the id of the user whose process opened a connection to a port of 127.0.0.1; None if unknown.
 
-    The result is that of another connection if this one has ended. So check `is_established` after the call.
+    If the connection has ended, the result may belong to a later connection with the same ports. So check
+    `is_established` after the call.
 
     Args:
         port: the port of the server.

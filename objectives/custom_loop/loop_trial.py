@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.base_objective import BaseObjective
@@ -329,6 +331,14 @@ def _iterate_keys(tree: Any) -> Iterator[Any]:
             yield from _iterate_keys(value)
 
 
+def _iterate_containers(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (Mapping, tuple, list)):
+        yield tree
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _iterate_containers(value)
+
+
+_CONTAINERS = (dict, list, tuple, OrderedDict, Counter, torch.Size)  # that torch.load accepts with weights_only=True
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))  # not their subclasses, such as enumerations
 
 
@@ -344,6 +354,13 @@ def check_serializable(tree: Any, what: str) -> None:
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
             raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")
+    for container in _iterate_containers(tree):
+        if type(container) not in _CONTAINERS:
+            kind = type(container).__name__
+            raise ObjectiveError(
+                f"trial.report: {what!r} contains a {kind}, which a checkpoint cannot store; convert it to a dict, "
+                "list or tuple"
+            )
     for key in _iterate_keys(tree):
         if type(key) not in _PLAIN_TYPES:
             kind = type(key).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -10,9 +11,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import optuna
@@ -45,9 +48,9 @@ _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; l
 def load_probed_objective(reference: str) -> BaseObjective:
     """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
     _share_socket_folder()
+    call_at_end(partial(kill_descendants, os.getpid()))  # also those that the code has started as programs
     check_import(reference)
     bind_children()
-    call_at_end(partial(kill_descendants, os.getpid()))  # also those that the code has started as programs
     return load_objective(reference)
 
 
@@ -85,6 +88,12 @@ def _fork() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
+def _leave_terminal() -> None:
+    """Give up the terminal, at which code such as getpass would wait; its signals still reach this process."""
+    with contextlib.suppress(OSError), Path("/dev/tty").open("rb", buffering=0) as terminal:
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+
+
 def _probe(reference: str) -> str | None:
     """Import an objective in a forked process; return the signal or exit code that ended it, None if none did."""
     import torch  # noqa: F401  # before the fork, so that the forked process and the command load it once
@@ -93,7 +102,7 @@ def _probe(reference: str) -> str | None:
     if (pid := _fork()) == 0:
         try:
             kill_with_parent(parent)
-            os.setsid()  # without a terminal, at which code such as getpass would wait
+            _leave_terminal()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS)
             null = os.open(os.devnull, os.O_RDWR)
@@ -141,7 +150,7 @@ class ObjectiveProcess:
                 try:
                     self._connection.close()
                     kill_with_parent(parent)
-                    os.setsid()  # without a terminal, at which code such as getpass would wait
+                    _leave_terminal()
                     self._serve(theirs)
                 finally:
                     os._exit(EXIT_UNAVAILABLE)
@@ -219,7 +228,7 @@ class ObjectiveProcess:
 
     def _serve(self, connection: Connection) -> None:
         """Answer calls until the command ends."""
-        for number in ENDING_SIGNALS:  # the command ends this process
+        for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
             signal.signal(number, lambda *_: None)
         bind_children()
         null = os.open(os.devnull, os.O_RDONLY)

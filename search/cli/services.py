@@ -40,7 +40,8 @@ def up(
 ) -> None:
     """Start the embedded Postgres, MLflow and Optuna dashboard.
 
-    The printed links contain the token with which a browser signs in.
+    The printed links contain the token with which a browser signs in, unless the output is a file that other users can
+    read.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
     from hpsearch.search.process import restore_handlers
@@ -60,8 +61,9 @@ def up(
         raise
     if auth is False:
         echo(f"hpsearch: {NO_AUTH_WARNING}", err=True)
-    echo(f"MLflow            {add_token(info.tracking_uri)}")
-    echo(f"Optuna dashboard  {add_token(info.dashboard_url)}")
+    add = add_token if _find_exposure_of_output() is None else str
+    echo(f"MLflow            {add(info.tracking_uri)}")
+    echo(f"Optuna dashboard  {add(info.dashboard_url)}")
     echo(f"data              {info.home}")
 
 
@@ -331,14 +333,20 @@ def _require_private_output() -> None:
     """
     from hpsearch.search.errors import SearchError
 
+    if (exposure := _find_exposure_of_output()) is not None:
+        raise SearchError(f"{exposure}; remove it, and run: (umask 077; hpsearch secrets > .env)")
+
+
+def _find_exposure_of_output() -> str | None:
+    """Return how other users can open the output; None if it is not a file, or a private one."""
     try:
         status = os.fstat(sys.stdout.fileno())
     except (OSError, ValueError):  # not a file
-        return
+        return None
     if not stat.S_ISREG(status.st_mode):
-        return
-    remedy = "remove it, and run: (umask 077; hpsearch secrets > .env)"
+        return None
     if status.st_uid not in (0, os.geteuid()):
-        raise SearchError(f"the output file belongs to uid {status.st_uid}, who could read it; {remedy}")
+        return f"the output file belongs to uid {status.st_uid}, who could read it"
     if status.st_mode & 0o077:
-        raise SearchError(f"other users can open the output file (mode {stat.S_IMODE(status.st_mode):04o}); {remedy}")
+        return f"other users can open the output file (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpsearch.search.fleet.cores_and_gpus import assign_gpus, thread_environment
-from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
+from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, resume_fork_server, start_fork_server
 from hpsearch.search.fleet.rank_launcher import join_study_on_devices
 from hpsearch.search.process import (
     EXIT_DRAINED,
@@ -252,6 +252,7 @@ class Fleet:
             within: seconds until `poll` kills the workers; None for the grace period and a margin.
         """
         self._is_stopping = True
+        resume_fork_server()
         within = self._options.grace + _KILL_MARGIN_SECONDS if within is None else within
         self._kill_at = min(self._kill_at, time.monotonic() + within)
         for slot in self.slots:

@@ -7,6 +7,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +60,13 @@ def start_fork_server(workers: int) -> None:
         }
         with _start_lock, _environment(environment), _silence_output():
             forkserver.ensure_running()
+
+
+def resume_fork_server() -> None:
+    """Resume the fork server if it is suspended, because it reports the exits of workers."""
+    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

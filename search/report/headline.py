@@ -336,6 +336,8 @@ def find_edge(distribution: object, value: float) -> str | None:
     is_natural = low == 0 or (low == 1 and isinstance(distribution, IntDistribution))
     if distribution.log:
         low, high, at = math.log(low), math.log(high), math.log(at)
+    if low >= high:  # integers that differ by less than the precision of floats
+        return None
     share = (at - low) / (high - low)
     if share >= 1 - _EDGE:
         return "upper"

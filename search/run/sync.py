@@ -14,13 +14,13 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.folders import get_outbox_folder
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.search.study.study_tracking import get_tracking_uri, open_study_tracking
+from hpsearch.search.study.study_tracking import get_tracking_uri
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
 from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.journals.journal import JOURNAL_FILE
-from hpsearch.storage.mlflow.health import TrackingUnavailableError
+from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
@@ -67,12 +67,14 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     """
     study.check_restored()
     name, tracking_error = study.spec.name, None
+    uri = get_tracking_uri(services, study)  # read once: every worker's database role could change it after the check
     try:
-        tracking = open_study_tracking(services, study)
+        check_server(uri)
     except TrackingUnavailableError as error:
         if not make_optional_trackers(study, services.home):
             raise  # otherwise the other trackers still receive their records
-        tracking, tracking_error = services.open_tracking(get_tracking_uri(services, study)), error
+        tracking_error = error
+    tracking = services.open_tracking(uri)
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, should_retry_rejected=True)
     problems: list[str] = []

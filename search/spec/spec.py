@@ -399,7 +399,7 @@ def _has_huge_integer(value: Any) -> bool:
     try:
         repr(value)  # Python does not convert integers of more than 4,300 digits to text
     except Exception as error:  # of an object of the user's own class
-        return isinstance(error, ValueError)
+        return "integer string conversion" in str(error)
     return False
 
 

@@ -130,7 +130,7 @@ def open_removable_checkpoints(study: StoredStudy, home: Path, url: str | None) 
             f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database "
             f"names; to remove them, add --checkpoint-url {shlex.quote(stored)}"
         )
-    return open_checkpoints(study, home, stored or url)
+    return open_checkpoints(study, home, stored or url or default)  # the stored URL may have changed since the check
 
 
 def store_checkpoint_url(study: StoredStudy, url: str) -> None:

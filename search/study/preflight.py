@@ -188,7 +188,7 @@ def smoke_test(
             result = make_failed_result(str(error))
         outcome = _format_result(result)
         if tracking is not None and result.losses:
-            with open_temporary_folder() as folder, suppress(OSError):  # another program may have emptied the folder
+            with suppress(FileNotFoundError), open_temporary_folder() as folder:  # another program may have removed it
                 result.write(folder)
                 for file in sorted(folder.iterdir()):
                     tracking.log_file(str(study.attrs[RUN_ID]), file)

@@ -22,7 +22,7 @@ from hpsearch.storage.mlflow.locations import ARTIFACT_PATH
 
 _RELATIVE = "its path is not absolute"
 _RESTORED = "the study was restored from a backup"
-_MISSING = "its file is not on this machine"
+_MISSING = "this machine has no Python file at this place"
 
 _LIBRARIES = ("purelib", "platlib")  # names of the folders of installed packages
 
@@ -45,7 +45,7 @@ class Code:
 
 
 def read_code(reference: str) -> Code | None:
-    """Return the code at the reference of an objective; None if its file is not on this machine."""
+    """Return the code at the reference of an objective; None if this machine has no Python file there."""
     if not (located := locate_sources(reference)):
         return None
     file = located[-1].resolve()

@@ -234,7 +234,7 @@ _ACTING_TABLES = ("webhook_events", "webhooks", "jobs", "online_scoring_configs"
 
 
 def delete_acting_rows(mlflow: Any) -> None:
-    """Delete the rows that an MLflow server acts on by itself, and the places of the artifacts of new experiments."""
+    """Delete the rows that an MLflow server acts on by itself, and reset the artifact roots of workspaces."""
     mlflow.execute(_SIZES)  # the tables of an older schema
     columns = {(table, column) for table, column, _ in mlflow.fetchall()}
     for table in _ACTING_TABLES:

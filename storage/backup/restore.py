@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -259,6 +259,7 @@ def _restore_all(
         used = _list_used_folders(cursors[0], locations, is_partial=marks[0])
     files = list(unpacked.iterate_files(archive.CHECKPOINTS))
     moves = [(source, locations.checkpoints / path) for path, source in files if is_checkpoint_path(str(path))]
+    folders = {path.parts[0] for path, _ in files}
     if len(moves) < len(files):
         progress(f"skipping {len(files) - len(moves)} files that do not have names of checkpoints")
     if (artifacts := locations.artifacts_folder) is not None:
@@ -269,6 +270,7 @@ def _restore_all(
         moves += expected
     if not all(marks):
         _check_targets(moves)
+    _check_unused_folders(folders, used)
     progress(f"restoring {len(moves)} files")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +337,7 @@ def _restore_databases(
         create_tables=partial(create_tables, url, manifest.schema, setting=setting),
         must_be_empty=() if replace_studies else _STUDY_TABLES,
         programs=programs,
-        adapt=partial(_check_unused_folders, used=used),
+        adapt=lambda cursor: _check_unused_folders(list_study_folders(cursor), used),
     )
     for warning in migrate(url, setting=setting):
         progress(f"warning: {warning}")
@@ -351,7 +353,8 @@ def _restore_databases(
 def _list_used_folders(studies: Any, locations: backup.Locations, *, is_partial: bool) -> list[Path]:
     """Return the folders of studies that the home had before the restore.
 
-    An interrupted restore has added some, so the comment of its schema has the names of those before it.
+    After an interrupted restore, the names of the folders that existed before it are read from the comment on its
+    schema.
     """
     names = {path.name for path in locations.checkpoints.glob("*")}
     if is_partial:
@@ -364,13 +367,13 @@ def _list_used_folders(studies: Any, locations: backup.Locations, *, is_partial:
     return used + [path for kind in STUDY_FOLDERS for path in (locations.home / kind).glob("*")]
 
 
-def _check_unused_folders(studies: Any, *, used: Sequence[Path]) -> None:
-    """Check that no folder in the home is one of a restored study; raises StorageError otherwise.
+def _check_unused_folders(names: Iterable[str], used: Sequence[Path]) -> None:
+    """Check that no folder in the home has the name of a folder of a restored study; raises StorageError otherwise.
 
     It belongs to the original, which may still exist in another database: `delete` of the restored study would remove
     its files.
     """
-    restored = set(map(normalize_case, list_study_folders(studies)))
+    restored = set(map(normalize_case, names))
     for folder in sorted(used):
         if normalize_case(folder.name) in restored:
             raise StorageError(

@@ -90,7 +90,11 @@ def make_connection_error(error: Exception, url: URL, *, setting: str) -> Storag
     """
     text = redact(format_error(error))
     explanation = next((found for pattern, found in _EXPLANATIONS if re.search(pattern, text, re.IGNORECASE)), None)
-    host, port = url.query.get("host", url.host), url.query.get("port", url.port)  # libpq prefers those of the query
+    # libpq prefers those of the query, which may name several servers.
+    host, port = (
+        ",".join(each) if isinstance(each, tuple) else each
+        for each in (url.query.get("host", url.host), url.query.get("port", url.port))
+    )
     message = (explanation or "cannot connect: {text}").format(
         where=f"{host or 'the local socket'}:{port or 5432}",
         host=host,

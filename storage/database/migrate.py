@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,11 @@ from hpsearch.storage.database.connect import make_engine, open_cursor, read_rev
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.roles import OWNER, find_shared_grantees, grant_workers, warn_if_public_can_connect
 from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.database.schema_privileges import find_foreign_code, revoke_create_privileges
+from hpsearch.storage.database.schema_privileges import (
+    find_foreign_code,
+    find_transactions_of_others,
+    revoke_create_privileges,
+)
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import normalise_url
 
@@ -24,6 +29,8 @@ MIGRATIONS = Path(__file__).with_name("migrations")
 
 # Two 32-bit keys, distinct from those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 0)
+_TRANSACTION_SECONDS = 60.0  # in which transactions of other users must end
+_POLL_SECONDS = 0.1
 
 
 def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL", worker_roles: Collection[str] = ()) -> list[str]:
@@ -80,9 +87,31 @@ def protect_schema(url: str, setting: str) -> list[str]:
     """
     with _migration_transaction(url, setting) as cursor:
         errors, warnings = revoke_create_privileges(cursor)
+    if not errors:
+        _wait_for_open_transactions(url, setting)
+        with _migration_transaction(url, setting) as cursor:
+            errors, _ = revoke_create_privileges(cursor)
     if errors:
         raise StorageError(f"{setting} {redact(url)}: {errors[0]}")
     return warnings
+
+
+def _wait_for_open_transactions(url: str, setting: str) -> None:
+    """Wait for the end of transactions of other users, which may have created objects that are not visible yet."""
+    left, deadline = None, time.monotonic() + _TRANSACTION_SECONDS
+    while True:
+        with _migration_transaction(url, setting) as cursor:
+            found = find_transactions_of_others(cursor)
+        left = found if left is None else left & found
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{setting} {redact(url)}: transactions of other users are open for more than "
+                f"{_TRANSACTION_SECONDS:.0f} s ({', '.join(sorted(left))}), and could create functions that run as the "
+                "owner; end them, as a superuser with pg_terminate_backend, or ROLLBACK PREPARED"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

@@ -73,6 +73,28 @@ def find_foreign_code(cursor: Any) -> list[str]:
     return _describe_foreign_objects([*_find_foreign_schemas(cursor, schemas), *found])
 
 
+def find_transactions_of_others(cursor: Any) -> set[str]:
+    """Return descriptions of the open transactions of other users in the database, except those of superusers.
+
+    A transaction has the same description in each call. The transaction of the cursor must end afterwards: its search
+    path lacks the schema.
+    """
+    cursor.execute("SET LOCAL search_path = pg_catalog")
+    cursor.execute(
+        """
+        SELECT format('transaction %s of process %s of %s', virtualtransaction, a.pid, rolname)
+          FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid JOIN pg_roles r ON r.oid = usesysid
+         WHERE locktype = 'virtualxid' AND mode = 'ExclusiveLock' AND datname = current_database()
+           AND rolname <> current_user AND NOT rolsuper
+         UNION ALL
+        SELECT format('prepared transaction %L of %s', gid, owner)
+          FROM pg_prepared_xacts JOIN pg_roles ON rolname = owner
+         WHERE database = current_database() AND owner <> current_user AND NOT rolsuper
+        """
+    )
+    return {description for (description,) in cursor.fetchall()}
+
+
 def _fix_search_path(cursor: Any, path: str, schemas: list[str]) -> None:
     """Store the current schemas as the user's search path in this database, instead of `$user`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
 from hpsearch.storage.sockets import LOOPBACK, bind_exclusively, close_all
@@ -110,15 +110,16 @@ def choose_port(preferred: int | None, *, wait_seconds: float = 0.0, excluded: C
         preferred: port to try first; None if there is none.
         wait_seconds: time in which the preferred port may become free.
         excluded: ports that are returned only if they are preferred.
+
+    Raises:
+        StorageError: no free port was found.
     """
     if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
         return preferred
-    # Not a port of the kernel's choice, which other users could influence by taking ports. They could prepare pages in
-    # the user's browser for the address.
+    # Other users can influence the kernel's choice by occupying ports, and could prepare pages in the user's browser
+    # for the chosen address.
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
         if port not in excluded and is_port_free(port):
             return port
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+    raise StorageError(f"almost all ports of {LOOPBACK} are in use; end programs that use them")

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import tenacity
 
 from hpsearch.kill_points import kill_point
+from hpsearch.redaction import redact
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.consumer import RunRejectedError
 from hpsearch.storage.mlflow.credentials import check_credentials, restrict_client
@@ -124,10 +125,12 @@ class Tracking:
 
     Raises:
         CredentialsWithheldError: this process has credentials, and the user has not configured this address.
-        StorageError: an environment variable of MLflow has an invalid value.
+        StorageError: `uri` is not an HTTP address, or an environment variable of MLflow has an invalid value.
     """
 
     def __init__(self, uri: str, *, experiment: str = EXPERIMENT_NAME, ui_url: str | None = None) -> None:
+        if not uri.lower().startswith(("http://", "https://")):  # MLflow would open a database or a folder
+            raise StorageError(f"{redact(uri)} must be the http(s):// address of an MLflow tracking server")
         check_credentials(uri)
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)

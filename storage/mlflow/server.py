@@ -119,10 +119,10 @@ def _adapt_uvicorn() -> None:
 
 def _make_protocol_class(base: Any) -> Any:
     class Protocol(base):  # type: ignore[misc]
-        """A connection of uvicorn."""
+        """HTTP protocol of uvicorn that adds a `ServerEnd` to the scopes."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            """Prepare the connection."""
+            """Set the `ServerEnd` of the connection."""
             super().connection_made(transport)
             self.server = ServerEnd(transport.get_extra_info("socket"))
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from hpsearch.storage.sockets import LOOPBACK, find_client_user, is_established
 from hpsearch.storage.web.token import TOKEN_PARAMETER, derive
 
-_NOBODY = -1  # no user has this id
+_NO_USER = -1  # no user has this id
 _COOKIE_SECONDS = 30 * 24 * 3600
 _HEALTH_PATH = "/health"
 _BEARER = "bearer "
@@ -131,7 +131,7 @@ class Guard:
         ports = None if _FORWARDED in request.headers else request.ports
         user = None if ports is None else find_client_user(*ports)
         if user is not None and not request.is_connected():  # it may be the user of a later connection
-            user = _NOBODY
+            user = _NO_USER
         return derive(self.token or "", f"cookie of {user}")
 
     def _read_cookie(self, request: Request) -> str:
@@ -196,7 +196,7 @@ class ServerEnd(tuple[Any, ...]):
     """
 
     def __new__(cls, connection: socket.socket) -> Self:
-        """Create the end of a connection."""
+        """Create the tuple from the address of the server's socket."""
         return super().__new__(cls, connection.getsockname()[:2])
 
     def __init__(self, connection: socket.socket) -> None:

@@ -62,8 +62,8 @@ def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(object
     ("kind", "arguments", "message"),
     [
         ("float", ("x" * 513, 1e-4, 1e-2), r"^parameter 'x{40}...' has a name of 513 characters; use at most 512$"),
-        ("float", ("a\0", 1e-4, 1e-2), r"^the name 'a\\x00' of a parameter is empty or has characters that cannot be "),
-        ("float", ("", 1e-4, 1e-2), r"^the name '' of a parameter is empty"),
+        ("float", ("a\0", 1e-4, 1e-2), r"^parameter 'a\\x00' has the name 'a\\x00', which contains a null character"),
+        ("float", ("", 1e-4, 1e-2), r"^a parameter has an empty name; give it a name$"),
         ("float", ("a", math.nan, 1.0), r"^parameter 'a' has the bound nan; give a finite number$"),
         ("int", ("a", 1, math.inf), r"^parameter 'a' has the bound inf; give a finite number$"),
         (

@@ -27,5 +27,6 @@ class Mine(LoopObjective):
 def test_new_processes_can_call_functions_of_an_objective_file(method: str, tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text(_CODE)
     module = sys.modules[type(load_objective(str(file))).__module__]
+    file.write_text("changed meanwhile")
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map_async(module.double, [1, 2]).get(120) == [2, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import (
     find_safe_temporary_folder,
+    make_socket_folder,
     open_private_folder,
     use_private_compiler_cache,
 )
@@ -132,3 +134,30 @@ def test_without_a_writable_home_the_compiler_has_a_new_private_cache(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     use_private_compiler_cache()
     assert Path(os.environ[VARIABLE]) == folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_sockets_that_another_user_has_created_again_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+        monkeypatch.setitem(config, "tempdir", None)
+        folder = Path(make_socket_folder())
+        assert make_socket_folder() == str(folder)
+        folder.rmdir()
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 65534, -1)
+        with pytest.raises(OSError, match="Permission denied"):
+            make_socket_folder()
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="File name too long"):
+        make_socket_folder()
+    assert list(long.iterdir()) == []

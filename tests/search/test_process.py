@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -35,12 +36,16 @@ def test_only_the_processes_of_a_session_are_killed() -> None:
         )
         for _ in range(2)
     ]
-    ended, other = (psutil.Process(int(each.stdout.readline())) for each in leaders if each.stdout)
-    leaders[0].kill()
-    leaders[0].wait()
-    kill_session(leaders[0].pid)
-    assert wait_until(lambda: not is_running(ended), timeout=60)
-    assert is_running(other)
-    other.kill()
-    for each in leaders:
-        each.communicate()
+    ended, other = [psutil.Process(int(each.stdout.readline())) for each in leaders if each.stdout]
+    try:
+        leaders[0].kill()
+        leaders[0].wait()
+        kill_session(leaders[0].pid)
+        assert wait_until(lambda: not is_running(ended), timeout=60)
+        assert is_running(other)
+    finally:
+        for process in (ended, other):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for each in leaders:
+            each.communicate()

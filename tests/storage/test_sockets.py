@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from hpsearch.storage.embedded import state
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.sockets import LOOPBACK, find_client_user, listen_exclusively
 from tests.second_user import needs_root
 
@@ -88,6 +90,14 @@ def test_another_user_cannot_take_the_port_of_closed_connections() -> None:
         bound = _bind(port)  # Linux allows this
     with closing(bound), pytest.raises(OSError, match="in use"):
         listen_exclusively(LOOPBACK, port)
+
+
+def test_without_a_free_port_no_other_port_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(_listen(LOOPBACK, 0)) as listener:
+        monkeypatch.setattr(state, "_PORTS", (listener.getsockname()[1],))
+        with pytest.raises(StorageError, match=r"almost all ports of 127\.0\.0\.1 are in use"):
+            state.choose_port(None)
+    assert state.choose_port(None) in state._PORTS
 
 
 @needs_root

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from asyncio import CancelledError
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -251,6 +252,10 @@ def _reporting(*reports, outside=False):
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
             r"'state\.a\.0' is a object, which a checkpoint",
+        ),
+        (
+            _reporting(({"distance": 1.0}, {"losses": defaultdict(float, a=1.0)})),
+            r"trial.report: 'state' contains a defaultdict, which a checkpoint cannot store; convert it to a dict",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),

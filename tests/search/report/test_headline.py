@@ -145,6 +145,7 @@ def test_no_larger_budget_is_suggested_after_the_finalists_have_decided(storage:
         (IntDistribution(1, 3), 1, None),
         (IntDistribution(8, 32, step=8), 8, "lower"),
         (IntDistribution(8, 8), 8, None),
+        (IntDistribution(2**60, 2**60 + 3), 2**60, None),
         (CategoricalDistribution((1, 2)), 2, None),
     ],
 )

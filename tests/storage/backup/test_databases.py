@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import tarfile
 import uuid
@@ -122,14 +123,18 @@ def test_a_restored_study_does_not_share_the_folders_of_the_original(
     """`delete` of the restored study would remove the files of the original."""
     storage = fill(database_url)
     storage.set_study_user_attr(storage.get_study_id_from_name("wine"), FOLDER_NAME, "wine-0123456789abcdef")
+    checkpoint = Path(home, "checkpoints", "wine-0123456789abcdef", "0000", "0001-1.pt")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
     make(file, owner_url, home)
+    shutil.rmtree(checkpoint.parents[1])
     folder = Path(home, kind, "Wine-0123456789abcdef")  # the same folder on some file systems
     folder.mkdir()
     target = postgres_server.url(other, user=OWNER)
     for _ in range(2):  # the first try leaves a mark that permits to replace rows
         with pytest.raises(StorageError, match=f"{folder}' has files of a study .*; set --home to another folder"):
             restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
-    assert execute(target, "SELECT count(*) FROM studies") == [(0,)]
+    assert not checkpoint.parents[1].exists()
     folder.rmdir()
     restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT study_name FROM studies") == [("wine",)]

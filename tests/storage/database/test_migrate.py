@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hpsearch.storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, REV
 from hpsearch.storage.errors import StorageError
 from tests.conftest import PostgresServer, execute
 from tests.faults.harness import Zygote
+from tests.waiting import wait_for
 
 _MIGRATE = """
 import sys, time
@@ -234,6 +237,50 @@ def test_an_operator_of_a_worker_does_not_run_as_the_owner(postgres_server: Post
     execute(admin, "ALTER TABLE odd OWNER TO team_worker")
     assert [warning for warning in migrate(team) if "table public.odd of team_worker" in warning]
     execute(worker, insert.format("second"))
+
+
+def _plain(url: str) -> str:
+    """Return a URL for psycopg2."""
+    return url.replace("postgresql+psycopg2", "postgresql")
+
+
+@TEAM
+def test_a_migration_waits_for_operators_that_are_not_committed(postgres_server: PostgresServer, team: str) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    create_tables(team, "0016")
+    execute(admin, _OPEN_SCHEMA)
+    with closing(psycopg2.connect(_plain(postgres_server.url("team", user="team_worker")))) as worker:
+        worker.cursor().execute(f"{_PLANTED_FUNCTION}; {_PLANTED_OPERATOR}")
+
+        def commit_after_the_privilege_is_withdrawn() -> None:
+            with closing(psycopg2.connect(_plain(admin))) as connection, connection.cursor() as cursor:
+                connection.autocommit = True
+
+                def is_withdrawn() -> bool:
+                    cursor.execute("SELECT NOT has_schema_privilege('team_worker', 'public', 'CREATE')")
+                    return bool(cursor.fetchone()[0])
+
+                wait_for(is_withdrawn, "the end of the privilege")
+            worker.commit()
+
+        thread = threading.Thread(target=commit_after_the_privilege_is_withdrawn)
+        thread.start()
+        with pytest.raises(StorageError, match=r"operator public\.=\(oid,regclass\) of team_worker"):
+            migrate(team)
+        thread.join()
+    execute(team, "CREATE TABLE ran ()")  # the operator has not created it
+
+
+@TEAM
+def test_an_open_transaction_of_another_user_is_an_error(
+    postgres_server: PostgresServer, team: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpsearch.storage.database.migrate._TRANSACTION_SECONDS", 0.2)
+    with closing(psycopg2.connect(_plain(postgres_server.url("team", user="team_worker")))) as worker:
+        worker.cursor().execute("SELECT 1")
+        with pytest.raises(StorageError, match=r"open for more than 0 s \(transaction \S+ of process \d+ of team_w"):
+            migrate(team)
+    migrate(team)
 
 
 _PLANTED_TABLE = "CREATE TABLE public.version_info (schema_version int); GRANT ALL ON public.version_info TO team"

@@ -134,6 +134,14 @@ def test_credentials_are_sent_to_a_configured_address(
     assert "Bearer geheim" in listener.received
 
 
+def test_a_client_opens_no_other_address_than_one_of_a_server(tmp_path: Path) -> None:
+    """A worker's database role can store any address; MLflow would connect to a database, or create a file."""
+    for uri in (f"sqlite:///{tmp_path}/planted.db", f"file://{tmp_path}", "postgresql://127.0.0.1:1/x"):
+        with pytest.raises(StorageError, match=r"must be the http\(s\):// address"):
+            Tracking(uri)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.usefixtures("home")
 def test_workers_of_a_fleet_do_not_trust_an_address_from_the_study(
     storage: PostgresStorage, listener: Listener, database_url: str

@@ -9,8 +9,9 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
+from hpsearch.search.study import checkpoints
 from hpsearch.search.study.cleanup import find_garbage
-from hpsearch.search.study.study import load_study
+from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
@@ -135,6 +136,23 @@ def test_gc_removes_checkpoints_only_below_configured_addresses(
     assert f"add --checkpoint-url {root}" in problem
     (garbage,), problems = find_garbage(study, home=home, tracking=None, checkpoint_url=root)
     assert (garbage.size, problems) == (4, [])
+
+
+def test_a_checkpoint_url_that_is_stored_after_the_check_is_not_used(
+    home: Path, storage: PostgresStorage, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker's database role can add it between two statements of the command."""
+    make_study(storage, **{FOLDER_NAME: f"s-{TOKEN}"})
+    study, read = load_study(storage, "s"), checkpoints.read_checkpoint_url
+
+    def read_and_add(study: StoredStudy) -> str | None:
+        url = read(study)
+        storage.set_study_user_attr(study.study_id, CHECKPOINT_URL, str(victim.parents[2]))
+        return url
+
+    monkeypatch.setattr(checkpoints, "read_checkpoint_url", read_and_add)
+    checkpoints.open_removable_checkpoints(study, home, None).delete()
+    assert victim.exists()
 
 
 @pytest.mark.parametrize("linked", ["", f"s-{TOKEN}", f"s-{TOKEN}/0000"])
