@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import stat
 import sys
@@ -227,6 +228,11 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
         with keep_recursion_limit(), keep_streams():
             yield
+        if not isinstance(json.dumps({}), str):
+            raise ObjectiveError(
+                "the objective replaces json.dumps by a function that returns no text; use the other "
+                "function under its own name"
+            )
     except (ObjectiveError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever the user's code raises

@@ -58,6 +58,12 @@ def report_errors(work: Callable[[], int]) -> int:
             remedy = "correct the environment variable that the error names, or install the package again"
             _print_error(f"package {package} cannot be imported ({cause}); {remedy}")
             return EXIT_USER_ERROR
+        if isinstance(error, OverflowError):
+            logging.getLogger(__name__).debug("overflow", exc_info=True)
+            _print_error(
+                f"a value is too large for the statistics ({error}); let the objective report values below 1e150"
+            )
+            return EXIT_USER_ERROR
         if "can't start new thread" in str(error):  # of Python
             _print_error(
                 "no thread can be started; raise the limits of processes (ulimit -u, container) and memory (ulimit -v)"

@@ -215,7 +215,8 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     from sqlalchemy.engine import make_url
 
     parsed = make_url(normalise_url(url, setting=setting))
-    dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
+    address, mark, query = parsed.set(drivername="postgresql").render_as_string(hide_password=False).partition("?")
+    dsn = f"{address}{mark}{query.replace('+', '%20')}"  # libpq does not read a plus as a space
     try:
         settings = make_client_settings(parsed, application_name=application_name)
         check_server_user(parsed)

@@ -1,4 +1,5 @@
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,16 @@ def _refused(reference):
         load_objective(reference)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_replacement_of_json_dumps_that_returns_bytes_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later commands could not read what the command stores."""
+    monkeypatch.setattr(json, "dumps", json.dumps)  # restores it
+    (file := tmp_path / "mine.py").write_text("import json\njson.dumps = lambda *_, **__: b''\n")
+    with pytest.raises(ObjectiveError, match=r"replaces json\.dumps by a function that returns no text"):
+        load_objective(str(file))
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))

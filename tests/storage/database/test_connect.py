@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from hpsearch.storage.backup.dumps import _make_connection_arguments
-from hpsearch.storage.database.connect import check_database, find_database_error, make_engine
+from hpsearch.storage.database.connect import check_database, find_database_error, make_engine, open_cursor
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_url
@@ -144,6 +144,13 @@ def test_a_wrong_password_database_user_or_host_is_an_error(postgres_server: Any
     assert f"may not connect to database 'mlflow'; GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
         url("mlflow")
     )
+
+
+def test_spaces_in_the_options_of_a_url_reach_the_server(database_url: str) -> None:
+    url = f"{database_url}&options=-c%20statement_timeout%3D12345ms"
+    with open_cursor(url, application_name="test") as cursor:
+        cursor.execute("SHOW statement_timeout")
+        assert cursor.fetchone() == ("12345ms",)
 
 
 def test_a_closed_port_is_an_error() -> None:
