@@ -61,7 +61,9 @@ def up(
         raise
     if auth is False:
         echo(f"hpsearch: {NO_AUTH_WARNING}", err=True)
-    add = add_token if _find_exposure_of_output() is None else str
+    if (exposure := _find_exposure_of_output()) is not None:
+        echo(f"hpsearch: warning: the links have no token, because {exposure}", err=True)
+    add = add_token if exposure is None else str
     echo(f"MLflow            {add(info.tracking_uri)}")
     echo(f"Optuna dashboard  {add(info.dashboard_url)}")
     echo(f"data              {info.home}")
