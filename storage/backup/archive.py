@@ -199,8 +199,11 @@ class ArchiveReader:
             StorageError: the file is missing or not a regular file, is not a backup, has a newer format, or is damaged.
         """
         try:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would block
                 raise StorageError(f"{str(path)!r} is not a regular file; give a file that hpsearch backup wrote")
+            if status.st_size == 0:  # files of /proc may block too
+                raise StorageError(f"{str(path)!r} is not a backup of hpsearch (it is empty)")
             tar = tarfile.open(path, "r:")  # noqa: SIM115 closed below
         except FileNotFoundError:
             raise StorageError(f"{str(path)!r} does not exist; give a file that hpsearch backup wrote") from None
