@@ -6,9 +6,11 @@ import fcntl
 import io
 import os
 import pty
+import re
 import shutil
 import signal
 import stat
+import statistics
 import struct
 import subprocess
 import sys
@@ -24,8 +26,9 @@ import pytest
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.search.cli import main, run_command
+from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_FILE_VARIABLE, EXIT_UNAVAILABLE
+from hpsearch.search.process import EXIT_FILE_VARIABLE, EXIT_UNAVAILABLE, EXIT_USER_ERROR
 from hpsearch.search.report.table_file import write_table
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE, resolve_home
@@ -114,6 +117,12 @@ def test_an_unmounted_proc_is_an_error() -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("hpsearch: /proc is not mounted")
     assert ended.stderr.count("\n") == 1
+
+
+def test_values_that_are_too_large_for_the_statistics_are_an_error_of_one_line(capsys: pytest.CaptureFixture) -> None:
+    assert report_errors(lambda: int(statistics.fmean([1e308, 1e308]))) == EXIT_USER_ERROR
+    message = capsys.readouterr().err
+    assert re.fullmatch(r"hpsearch: a value is too large for the statistics .*; let the objective report .*\n", message)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o644), (0o002, 0o664), (0o077, 0o600)])
