@@ -23,7 +23,7 @@ from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, 
 from hpsearch.search.study.control import count_running, find_trial
 from hpsearch.search.study.create import get_study_directions, set_metric_names
 from hpsearch.search.study.ranking import get_first_value, get_schedule, is_feasible, rank_trials
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_companion
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
@@ -259,7 +259,7 @@ def derive_new_seeds(study: StoredStudy, count: int, purpose: str = "finalists")
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
     for names in (read_finalist_studies, read_refit_studies):
         for name in names(study.engine, study.study_id):
-            taken.update(load_study(study.storage, name).finalists_of.seeds)
+            taken.update(load_companion(study, name).finalists_of.seeds)
     new: list[int] = []
     indices = itertools.count()
     while len(new) < count:

@@ -15,7 +15,7 @@ from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.table import describe_missing_value, find_winner
 from hpsearch.search.study.control import find_trial
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_companion
 from hpsearch.storage.attributes import REFIT, RESPLIT_SCORE
 from hpsearch.storage.trials.history import read_refit_studies
 
@@ -82,7 +82,7 @@ def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
 def find_refit(study: StoredStudy, winner: int, epochs: int) -> StoredStudy | None:
     """Return the refit study of a winner with a number of epochs; None if there is none."""
     for name in reversed(read_refit_studies(study.engine, study.study_id)):
-        made = load_study(study.storage, name)
+        made = load_companion(study, name)
         of = made.finalists_of
         if (of.trials, of.refit) == ([winner], epochs):
             return made

@@ -22,7 +22,7 @@ from hpsearch.search.finalists.winner import (
     select_winner,
 )
 from hpsearch.search.study.ranking import get_first_value
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_companion
 from hpsearch.storage.attributes import BOUNDS, INFEASIBLE, RESPLIT_SCORE
 from hpsearch.storage.rungs.fronts import count_dominating, to_losses
 from hpsearch.storage.rungs.fronts import find_front as front_places
@@ -140,7 +140,7 @@ def list_finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the finalist studies of a search, newest first."""
     for name in reversed(read_finalist_studies(study.engine, study.study_id)):
         with suppress(SearchError):  # the study was deleted in the meantime
-            yield load_study(study.storage, name)
+            yield load_companion(study, name)
 
 
 def find_newest_set(study: StoredStudy) -> StoredStudy | None:

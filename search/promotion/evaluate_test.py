@@ -14,12 +14,13 @@ from hpsearch.objectives.custom_loop.loop_objective import RestoredLoop
 from hpsearch.objectives.fit import restore_model
 from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.choose import check_generated
 from hpsearch.search.finalists.refit import find_selected_run, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import find_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.control import find_trial, get_user_and_host
 from hpsearch.search.study.promotions import list_current_promotions
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_companion
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.files import compute_sha256
 from hpsearch.storage.mlflow.client import Tracking
@@ -77,7 +78,8 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             raise AlreadyEvaluatedError(evaluation)
         run = None
         if evaluation.refit is not None:
-            made = load_study(study.storage, evaluation.refit)
+            made = load_companion(study, evaluation.refit)
+            check_generated(study, made)
             run = made, find_selected_run(made, tabulate_refit(made))
         return Candidate(_find_complete_trial(study, evaluation.trial_number), evaluation.finalists, run)
     if refit and unconfirmed:
@@ -89,6 +91,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
     run = None
     if refit:
         made, state = read_refit(study, number)
+        check_generated(study, made)
         number, run = state.search_trial, (made, find_selected_run(made, state))
     elif not unconfirmed:
         try:

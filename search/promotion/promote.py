@@ -12,6 +12,7 @@ from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists
+from hpsearch.search.finalists.choose import check_generated
 from hpsearch.search.finalists.refit import find_selected_run, read_refit
 from hpsearch.search.promotion.evidence import Confirmation, gather_evidence, version_tags
 from hpsearch.search.promotion.evidence_update import write_evidence
@@ -100,6 +101,7 @@ def promote(
     check_model_name(name)
     if refit:
         made, state = read_refit(study, trial)
+        check_generated(study, made)  # another study may be newer than the one that was checked before the training
         return register(Confirmation.read(made), find_selected_run(made, state), tracking, alias=alias, name=name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial

@@ -20,7 +20,7 @@ from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_removable_checkpoints
 from hpsearch.search.study.control import count_running
 from hpsearch.search.study.folders import get_outbox_folder, get_runs_folder, remove_report
-from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_study
+from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_companion
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED_BY, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
@@ -243,7 +243,7 @@ def list_studies_to_delete(study: StoredStudy) -> list[StoredStudy]:
         SearchError: one of the studies has running trials.
     """
     names = [read(study.engine, study.study_id) for read in (read_finalist_studies, read_refit_studies)]
-    companions = [load_study(study.storage, name) for some in names for name in some]
+    companions = [load_companion(study, name) for some in names for name in some]
     for each in (study, *companions):
         _require_idle(each.spec.name, count_running(each))
     return [*companions, study]

@@ -132,7 +132,8 @@ class StoredStudy:
         pattern = _FOLDER_PATTERN.format(name=re.escape(name), id=self.study_id, random=_RANDOM_PATTERN)
         is_generated = re.match(NAME_PATTERN, name) and re.fullmatch(pattern, folder)
         # The folder s-1-RANDOM is ambiguous: study s with the id 1, or study s-1.
-        return bool(is_generated) and not has_other_owner(self.engine, self.study_id, folder)
+        is_own = bool(is_generated) and name == self.spec.name  # the study may have been renamed
+        return is_own and not has_other_owner(self.engine, self.study_id, folder)
 
     @property
     def finalists_of(self) -> FinalistsOf:
@@ -315,6 +316,21 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     return StoredStudy(spec, storage, study_id)
 
 
+def load_companion(study: StoredStudy, name: str) -> StoredStudy:
+    """Return the finalist or refit study of a search with this name.
+
+    Every worker's database role could give the name to another study after the command has read it.
+
+    Raises:
+        SearchError: the study does not exist, or does not belong to the search.
+    """
+    found = load_study(study.storage, name)
+    of = found.spec.finalists_of
+    if of is None or of.study_id != study.study_id:
+        raise SearchError(f"study {name!r} no longer belongs to study {study.spec.name!r}; repeat the command")
+    return found
+
+
 def find_study(storage: PostgresStorage, name: str) -> int | None:
     """Return the id of a study; None if the study does not exist."""
     try:
@@ -327,7 +343,7 @@ def list_finalist_trials(study: StoredStudy) -> set[int]:
     """Return the numbers of the trials in the current or an earlier set of finalists."""
     numbers: set[int] = set()
     for name in read_finalist_studies(study.engine, study.study_id):
-        numbers.update(load_study(study.storage, name).finalists_of.trials)
+        numbers.update(load_companion(study, name).finalists_of.trials)
     return numbers
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.study import StudyDirection
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study import checkpoints
+from hpsearch.search.study import checkpoints, cleanup
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SPEC
@@ -108,6 +109,18 @@ def test_a_folder_of_an_earlier_version_is_accepted_unless_another_study_has_it(
     storage.set_study_user_attr(other._study_id, FOLDER_NAME, f"{stored}-{TOKEN}")
     with pytest.raises(SearchError, match=f"has the folder name 's-1-{TOKEN}', which hpsearch did not generate"):
         _ = study.folder
+
+
+def test_delete_rejects_a_study_that_has_got_the_name_of_a_finalist_study(
+    storage: PostgresStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker's database role can exchange the names of two studies after the command has read them."""
+    make_study(storage)
+    victim = storage.create_new_study([StudyDirection.MAXIMIZE], "victim")
+    storage.set_study_user_attr(victim, SPEC, {**spec_of(name="none").model_dump(), "name": "victim"})
+    monkeypatch.setattr(cleanup, "read_finalist_studies", lambda *_: ["victim"])
+    with pytest.raises(SearchError, match="study 'victim' no longer belongs to study 's'; repeat the command"):
+        cleanup.list_studies_to_delete(load_study(storage, "s"))
 
 
 def test_delete_removes_checkpoints_only_below_configured_addresses(
