@@ -115,7 +115,7 @@ def make_socket_folder() -> str:
         ObjectiveError: see `find_safe_temporary_folder`.
         OSError: the folder cannot be created or was replaced, or its path is too long for sockets.
     """
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # private
     if config.get("tempdir") is None:
         parent = find_safe_temporary_folder()
         if len(os.fsencode(parent)) > _LONGEST_PARENT_OF_SOCKETS:

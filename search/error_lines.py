@@ -23,7 +23,7 @@ _LONGEST_PATH = 4000  # bytes; Linux limits paths of files to 4095
 def find_environment_fault() -> str | None:
     """Return a fault of the environment with which no command can work, and its remedy; None if there is none."""
     try:
-        here = os.getcwd()  # noqa: PTH109 Path.cwd() is slower
+        here = Path.cwd()
     except OSError:
         return "the working directory was deleted; change to an existing folder"
     if (length := len(os.fsencode(here))) > _LONGEST_PATH:

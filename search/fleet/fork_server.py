@@ -64,7 +64,7 @@ def start_fork_server(workers: int) -> None:
 
 def resume_fork_server() -> None:
     """Resume the fork server if it is suspended, because it reports the exits of workers."""
-    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]  # private
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
 

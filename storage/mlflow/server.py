@@ -118,7 +118,7 @@ def _adapt_uvicorn() -> None:
 
 
 def _make_protocol_class(base: Any) -> Any:
-    class Protocol(base):  # type: ignore[misc]
+    class Protocol(base):  # type: ignore[misc]  # uvicorn chooses the base at its start
         """HTTP protocol of uvicorn that adds a `ServerEnd` to the scopes."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
