@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpsearch.redaction import redact
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process import EXIT_UNAVAILABLE, EXIT_USER_ERROR
+from hpsearch.search.process.exits import EXIT_UNAVAILABLE, EXIT_USER_ERROR
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError, StudyNotFoundError, find_full_disk, format_error
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpsearch.objectives.base_objective import BaseObjective
-    from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
     from hpsearch.search.promotion.promote import PromotionResult
@@ -231,18 +230,20 @@ class Study:
             study.extend("+1")
             assert study.run_worker().finished == 3
         """
-        from hpsearch.search import process
+        from hpsearch.search.process.children import shield_children
+        from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED
+        from hpsearch.search.process.signals import raise_interrupt, restore_handlers, stop_on_signals
         from hpsearch.search.worker.lifecycle import run_worker
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"run_worker(devices={devices}) is not available; call run(devices={devices}) instead")
         options = self._parse(self.run_worker, how, device)
-        with process.restore_handlers():
-            stop = process.stop_on_signals(kill=process.raise_interrupt)
-            process.shield_children()
+        with restore_handlers():
+            stop = stop_on_signals(kill=raise_interrupt)
+            shield_children()
             code = run_worker(self.name, options, stop)
         reason = f"the worker gave up (exit code {code}); see its log, and call describe_trial(N) for failed trials"
-        _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (reason,))
+        _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {EXIT_DONE, EXIT_DRAINED} else (reason,))
         return self.summary()
 
     # --- inspect ---
@@ -738,38 +739,6 @@ class Study:
             keep_top=keep_top,
             checkpoint_url=self._services.checkpoint_url,
         )
-
-
-def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
-    """Return one row per study of a database, sorted by study name: counts, best value, promotions.
-
-    Example:
-        assert "example" in [row.name for row in list_studies()]
-    """
-    from hpsearch.search.api import opening
-
-    return opening.list_studies(where)
-
-
-def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
-    """Delete a study with its finalists, refits, checkpoints and files on this machine; return the deleted names.
-
-    There is no confirmation prompt. Runs and models in MLflow are kept. If the study's settings in the database are
-    damaged, only its database rows are deleted: its files, and its finalist and refit studies, are kept too.
-
-    Example:
-        assert delete_study("example") == ["example.finalists", "example.refit", "example"]
-    """
-    from hpsearch.search.api import opening
-    from hpsearch.search.study import cleanup
-    from hpsearch.storage.errors import DamagedStudyError
-
-    try:
-        stored, services = opening.open_study(name, where)
-    except DamagedStudyError:
-        cleanup.delete_damaged_study(opening.open_services(where)[1], name)
-        return [name]
-    return cleanup.delete_study(services, stored)
 
 
 def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:

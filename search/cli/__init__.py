@@ -21,13 +21,8 @@ from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.error_lines import find_environment_fault, report_errors
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_UNAVAILABLE,
-    EXIT_USER_ERROR,
-    ignore_stop_signals,
-)
+from hpsearch.search.process.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, EXIT_USER_ERROR
+from hpsearch.search.process.signals import ignore_stop_signals
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
 from hpsearch.storage.errors import FULL_DISK_ERRORS

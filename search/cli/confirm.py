@@ -8,7 +8,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import CONFIRM_SECTION, confirm, disable_gc, echo, echo_report, register
-from hpsearch.search.process import EXIT_INTERRUPTED
+from hpsearch.search.process.exits import EXIT_INTERRUPTED
 
 
 @register(CONFIRM_SECTION)

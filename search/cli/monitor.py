@@ -28,7 +28,7 @@ _MIN_WIDTHS = {"study": 5, "objective": 8, "best": 9}  # characters; narrower co
 @register(MONITOR_SECTION)
 def studies(where: o.Addresses) -> None:
     """List all studies with their state and best value."""
-    from hpsearch.search.api.study import list_studies
+    from hpsearch.search.api.studies import list_studies
     from hpsearch.search.console import PlainConsole, format_command, plain_table
 
     found = [_format_row(row) for row in list_studies(**where)]

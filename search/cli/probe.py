@@ -29,7 +29,9 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process import ENDING_SIGNALS, EXIT_UNAVAILABLE, bind_children, call_at_end, kill_descendants
+from hpsearch.search.process.children import bind_children, kill_descendants
+from hpsearch.search.process.exits import EXIT_UNAVAILABLE, call_at_end
+from hpsearch.search.process.signals import ENDING_SIGNALS
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
 from hpsearch.search.study.preflight import inspect_objective, run_random_smoke_test

@@ -11,7 +11,7 @@ import typer
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import SEARCH_SECTION, add_group, disable_gc, echo, register
 from hpsearch.search.error_lines import report_errors
-from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from hpsearch.search.process.exits import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 
 @register(SEARCH_SECTION)

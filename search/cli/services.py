@@ -44,7 +44,7 @@ def up(
     read.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
-    from hpsearch.search.process import restore_handlers
+    from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import prepare_home
@@ -169,7 +169,7 @@ def backup(
     from rich.filesize import decimal
 
     from hpsearch.search.console import PlainConsole, show_steps
-    from hpsearch.search.process import restore_handlers
+    from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.backup.backup import backup as write_backup
 
@@ -191,7 +191,7 @@ def backup(
 
 def _exit_on_signals() -> None:
     """Let signals end the command as an exception, so that unfinished files are removed."""
-    from hpsearch.search.process import stop_on_signals
+    from hpsearch.search.process.signals import stop_on_signals
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         stop_on_signals(number, request=partial(sys.exit, 128 + number))
@@ -211,7 +211,7 @@ def restore(
     resumes the trials that were running at the time of the backup.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
-    from hpsearch.search.process import restore_handlers
+    from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as restore_backup
 

@@ -228,7 +228,8 @@ def gc(
     """
     from rich.filesize import decimal
 
-    from hpsearch.search.api.study import Study, list_studies
+    from hpsearch.search.api.studies import list_studies
+    from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.errors import SearchError
     from hpsearch.search.study.cleanup import remove_garbage

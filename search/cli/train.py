@@ -19,7 +19,7 @@ from hpsearch.changeable_paths import find_changeable_part
 from hpsearch.search.cli.app import OBJECTIVES_SECTION, echo, register
 from hpsearch.search.cli.objective_settings import Device, ObjectiveArgument, RunSeed, SetOption, make_config
 from hpsearch.search.console import EscapingFormatter
-from hpsearch.search.process import EXIT_INTERRUPTED
+from hpsearch.search.process.exits import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from hpsearch.objectives.base_objective import BaseObjective

@@ -19,13 +19,13 @@ from pathlib import Path
 from hpsearch.search.fleet.cores_and_gpus import assign_gpus, thread_environment
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, resume_fork_server, start_fork_server
 from hpsearch.search.fleet.rank_launcher import join_study_on_devices
-from hpsearch.search.process import (
+from hpsearch.search.process.children import kill_session
+from hpsearch.search.process.exits import (
     EXIT_DRAINED,
     EXIT_FILE_VARIABLE,
     EXIT_GAVE_UP,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
-    kill_session,
 )
 from hpsearch.search.worker.lifecycle import join_study
 from hpsearch.search.worker.options import WorkerOptions

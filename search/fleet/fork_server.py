@@ -19,11 +19,8 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.private_folders import make_socket_folder
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.fleet.cores_and_gpus import thread_environment
-from hpsearch.search.process import (
-    ignore_stop_signals,
-    prepare_exit,
-    take_exit_file,
-)
+from hpsearch.search.process.exits import prepare_exit, take_exit_file
+from hpsearch.search.process.signals import ignore_stop_signals
 
 # No forks on machines with an accelerator: a process must not use the driver before a fork, but a library may use it
 # when it is imported.

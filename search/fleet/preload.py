@@ -17,7 +17,7 @@ import sys
 from hpsearch.cuda_library import load_cuda_library
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.fleet.fork_server import SOCKET_FOLDER_VARIABLE
-from hpsearch.search.process import exit_on_signals
+from hpsearch.search.process.signals import exit_on_signals
 
 PRELOADED_MODULES = (
     "hpsearch.search.worker.lifecycle",

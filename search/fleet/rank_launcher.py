@@ -28,17 +28,9 @@ from hpsearch.search.console import prefix_output
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork_server import can_fork
-from hpsearch.search.process import (
-    EXIT_DRAINED,
-    EXIT_INTERRUPTED,
-    EXIT_UNAVAILABLE,
-    StopEvent,
-    exit_on_signals,
-    make_fleet_watcher,
-    report_exit,
-    stop_on_signals,
-    stop_worker_on_signals,
-)
+from hpsearch.search.process.children import make_fleet_watcher
+from hpsearch.search.process.exits import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, report_exit
+from hpsearch.search.process.signals import StopEvent, exit_on_signals, stop_on_signals, stop_worker_on_signals
 from hpsearch.search.worker.identity import get_default_device
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.display import escape_line

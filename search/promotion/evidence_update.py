@@ -6,7 +6,7 @@ from hpsearch.search.promotion.evidence import Confirmation, Evidence, gather_ev
 from hpsearch.search.promotion.model_card import describe_evidence
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.promotions import list_current_promotions
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_study_by_id
 from hpsearch.storage.attributes import RUN_ID
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.mlflow.client import Tracking
@@ -22,7 +22,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     """
     changed: list[tuple[Promotion, StoredStudy]] = []
     for each in list_current_promotions(study):
-        of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
+        of = study if each.study_id == study.study_id else load_study_by_id(study.storage, each.study_id)
         if Confirmation.read(of).explain_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
             changed.append((each, of))
     if not changed:

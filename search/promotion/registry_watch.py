@@ -24,7 +24,7 @@ from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
 from hpsearch.search.promotion.evidence_update import write_evidence
 from hpsearch.search.services import MLFLOW_UI_URL
 from hpsearch.search.study.control import find_trial
-from hpsearch.search.study.study import load_parent_study, load_study
+from hpsearch.search.study.study import load_parent_study, load_study_by_id
 from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.locks import check_lock_held, registry_lock
@@ -83,8 +83,8 @@ def sync_promotions(storage: PostgresStorage, tracking: Tracking, *, known: Alia
     with registry_lock(engine) as connection:
         aliases = registry.list_aliases()  # again, because a promotion may have held the lock
         changed = _record_all(connection, storage, tracking, aliases)
-    for study in sorted(changed):
-        _update_note(storage, study)
+    for study_id in sorted(changed):
+        _update_note(storage, study_id)
     return aliases
 
 
@@ -95,8 +95,8 @@ def _list_changed_aliases(aliases: Aliases, recorded: Mapping[tuple[str, str], P
     return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
 
 
-def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases) -> set[str]:
-    """Record the aliases that have changed since the last record, and return the names of the affected studies."""
+def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases) -> set[int]:
+    """Record the aliases that have changed since the last record, and return the ids of the affected studies."""
     registry, recorded = Registry(tracking.client), read_current_promotions(connection)
     differing = _list_changed_aliases(aliases, recorded)
     versions = {key: registry.get_version(key[0], aliases[key]) for key in differing if key in aliases}
@@ -117,14 +117,14 @@ def _record_all(connection: sa.Connection, storage: PostgresStorage, tracking: T
             except (SearchError, *DAMAGE_ERRORS) as error:  # must not stop the records of others
                 log.warning("promotion %s@%s of study %s not recorded: %s", *key, trial.study_name, error)
                 continue
-            changed.add(trial.study_name)
+            changed.add(trial.study_id)
         # The alias has no trial of these studies any more. Promotions on another MLflow server stay as they are.
         elif old is not None and registry.has_run(str(old.evidence.get("run_id"))):
             end_promotion(connection, old)
         else:
             continue
         if old is not None:
-            changed.add(str(old.evidence.get("study")))
+            changed.add(old.study_id)
     return changed
 
 
@@ -136,7 +136,7 @@ def _record(
     version: Version,
     alias: str,
 ) -> None:
-    study = load_study(storage, trial.study_name)
+    study = load_study_by_id(storage, trial.study_id)
     evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
     # If the promotion has no record, the tag has the user of a `promote` command that died. If it has a record, a user
     # has moved the alias in MLflow.
@@ -152,17 +152,17 @@ def _record(
     log.info("trial %d of study %s promoted to %s@%s by %s", trial.number, trial.study_name, version.model, alias, by)
 
 
-def _update_note(storage: PostgresStorage, name: str) -> None:
+def _update_note(storage: PostgresStorage, study_id: int) -> None:
     from hpsearch.search.study.summary import summarise
     from hpsearch.search.tracking.study_run import write_note
 
     try:
-        study = load_study(storage, name)
+        study = load_study_by_id(storage, study_id)
         if study.spec.finalists_of is not None:
             study = load_parent_study(study)
         write_note(study, summarise(study))
     except (SearchError, *DAMAGE_ERRORS) as error:
-        log.info("study %s: note not updated, the study was deleted or is damaged: %s", name, error)
+        log.info("study %d: note not updated, the study was deleted or is damaged: %s", study_id, error)
 
 
 class RegistryWatcher:

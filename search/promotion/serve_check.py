@@ -42,7 +42,7 @@ from hpsearch.search.promotion.sandbox import run_isolated
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.ranking import get_first_value, get_last_params
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_study_by_id
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.model import CHECKPOINT_FILE, read_export_failure
@@ -123,7 +123,7 @@ def serve_check(
     if len(found) > 1:
         names = ", ".join(repr(each.study_name) for each in found)
         raise SearchError(f"{reference}: several trials name its run as theirs, of {names}; delete the wrong study")
-    study, number = load_study(storage, found[0].study_name), found[0].number
+    study, number = load_study_by_id(storage, found[0].study_id), found[0].number
     trial = find_trial(study, number)
     if (value := get_first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value for the comparison")

@@ -19,7 +19,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.cores_and_gpus import visible_gpus
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.rank_launcher import check_devices
-from hpsearch.search.process import ENDING_SIGNALS, restore_handlers, stop_on_signals
+from hpsearch.search.process.signals import ENDING_SIGNALS, restore_handlers, stop_on_signals
 from hpsearch.search.report import update_report
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.run.running import register_search

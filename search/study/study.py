@@ -253,13 +253,20 @@ class StoredStudy:
         )
 
     def open(self) -> optuna.Study:
-        """Return Optuna's study object with the spec's pruner. Workers set the sampler per trial."""
-        return optuna.load_study(
+        """Return Optuna's study object with the spec's pruner. Workers set the sampler per trial.
+
+        Raises:
+            SearchError: another study has got the name since this one was loaded.
+        """
+        found = optuna.load_study(
             study_name=self.spec.name,
             storage=self.storage,
             sampler=optuna.samplers.RandomSampler(),
             pruner=self.spec.pruner.build(),
         )
+        if found._study_id != self.study_id:
+            raise SearchError(f"another study has got the name {self.spec.name!r}; repeat the command")
+        return found
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in the given states, or all trials if none are given. The trials are not copied."""
@@ -314,6 +321,25 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
             "dashboard"
         )
     return StoredStudy(spec, storage, study_id)
+
+
+def load_study_by_id(storage: PostgresStorage, study_id: int) -> StoredStudy:
+    """Return the stored study with this id.
+
+    Every worker's database role could give a name that a command has read to another study.
+
+    Raises:
+        SearchError: the study does not exist, was renamed, or was not created by hpsearch.
+        DamagedStudyError: an attribute of the study is damaged.
+    """
+    try:
+        name = storage.get_study_name_from_id(study_id)
+    except KeyError:
+        raise SearchError(f"the study with the id {study_id} was deleted; repeat the command") from None
+    study = load_study(storage, name)
+    if study.study_id != study_id:
+        raise SearchError(f"the study with the id {study_id} has lost its name {name!r}; repeat the command")
+    return study
 
 
 def load_companion(study: StoredStudy, name: str) -> StoredStudy:

@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import format_command, pluralize
@@ -27,7 +26,7 @@ from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.services import Services
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import get_first_value, is_feasible
-from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_parent_study, load_study
+from hpsearch.search.study.study import StoredStudy, list_finalist_trials, load_companion, load_parent_study
 from hpsearch.search.study.summary import Summary, format_rungs, format_value, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
@@ -78,7 +77,7 @@ def _find_run(study: StoredStudy, evaluation: TestEvaluation, runs: dict[int, st
     if evaluation.refit is None:
         return runs.get(evaluation.trial_number)
     with suppress(SearchError):  # the refit may have been deleted
-        made = load_study(study.storage, evaluation.refit)
+        made = load_companion(study, evaluation.refit)
         selected = tabulate_refit(made).selected_trial
         return None if selected is None else made.trials()[selected].user_attrs.get(RUN_ID)
     return None
@@ -157,8 +156,7 @@ def write_note(study: StoredStudy, summary: Summary) -> None:
     """Write the note of the study in the Optuna dashboard."""
     from optuna_dashboard import save_note  # imported here, because it would delay the start of a worker by a second
 
-    optuna_study = optuna.load_study(study_name=study.spec.name, storage=study.storage)
-    save_note(optuna_study, study_note(study, summary))
+    save_note(study.open(), study_note(study, summary))
 
 
 def study_note(study: StoredStudy, summary: Summary) -> str:

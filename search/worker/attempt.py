@@ -21,7 +21,7 @@ from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.reproducibility.seeds import keep_torch_defaults
 from hpsearch.objectives.training.result import FitResult, RunResult
 from hpsearch.search.console import pluralize
-from hpsearch.search.process import end_if_forked
+from hpsearch.search.process.children import end_if_forked
 from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import derive_training_seed, get_resplit_seed, suggest
 from hpsearch.search.study.device_summary import summarize_throughput

@@ -12,7 +12,8 @@ from pathlib import Path
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.errors import SearchError, as_search_error
-from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
+from hpsearch.search.process.children import make_fleet_watcher
+from hpsearch.search.process.signals import GracefulShutdown, StopEvent, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, make_rungs
 from hpsearch.search.samplers.known_trials import make_sampler_study_view
 from hpsearch.search.services import find_services

@@ -12,7 +12,9 @@ import torch
 from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
-from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, StopEvent, end_session
+from hpsearch.search.process.children import end_session
+from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE
+from hpsearch.search.process.signals import StopEvent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.worker.attempt import SERVICE_ERRORS

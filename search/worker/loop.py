@@ -9,7 +9,7 @@ from datetime import datetime
 
 from optuna.trial import TrialState
 
-from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
+from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from hpsearch.search.study.terminator import Terminator
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
 from hpsearch.search.worker.context import WorkerContext

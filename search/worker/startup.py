@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hpsearch.search.process import EXIT_DRAINED, report_exit
+from hpsearch.search.process.exits import EXIT_DRAINED, report_exit
 
 log = logging.getLogger(__name__)
 

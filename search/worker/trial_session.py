@@ -15,7 +15,7 @@ from hpsearch.objectives.training.fold_metrics import select_fold_metrics
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Curve, MidEpochAction, Verdict
-from hpsearch.search.process import end_if_forked
+from hpsearch.search.process.children import end_if_forked
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.context import WorkerContext

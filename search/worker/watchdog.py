@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_UNAVAILABLE
+from hpsearch.search.process.exits import EXIT_UNAVAILABLE
 from hpsearch.storage.replacement import open_parent
 
 log = logging.getLogger(__name__)

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.session import Verdict as Verdict
     from hpsearch.objectives.training.trainer import Trainer as Trainer
     from hpsearch.search.api.model import load_model as load_model
+    from hpsearch.search.api.studies import delete_study as delete_study
+    from hpsearch.search.api.studies import list_studies as list_studies
     from hpsearch.search.api.study import Study as Study
-    from hpsearch.search.api.study import delete_study as delete_study
-    from hpsearch.search.api.study import list_studies as list_studies
     from hpsearch.search.errors import SearchError as SearchError
     from hpsearch.storage.errors import StorageError as StorageError
 
@@ -72,7 +72,8 @@ _NAMES_BY_MODULE = {
     "objectives.training.session": ("LocalSession", "Session", "Verdict"),
     "objectives.training.trainer": ("Trainer",),
     "search.api.model": ("load_model",),
-    "search.api.study": ("Study", "delete_study", "list_studies"),
+    "search.api.studies": ("delete_study", "list_studies"),
+    "search.api.study": ("Study",),
     "search.errors": ("SearchError",),
     "storage.errors": ("StorageError",),
 }

@@ -33,13 +33,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
     from hpsearch.cuda_library import load_cuda_library
-    from hpsearch.search.process import (
-        clean_up_on_hangup,
-        exit_on_signals,
-        prepare_exit,
-        report_foreign_exits,
-        take_exit_file,
-    )
+    from hpsearch.search.process.exits import prepare_exit, report_foreign_exits, take_exit_file
+    from hpsearch.search.process.signals import clean_up_on_hangup, exit_on_signals
 
     take_exit_file(os.environ)
     exit_on_signals()

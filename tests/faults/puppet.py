@@ -17,7 +17,7 @@ from typing import Any
 
 from hpsearch import kill_points
 from hpsearch.kill_points import KillPoint
-from hpsearch.search.process import exit_on_signals
+from hpsearch.search.process.signals import exit_on_signals
 from tests.faults import orders
 
 

@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.search.process import EXIT_UNAVAILABLE
+from hpsearch.search.process.exits import EXIT_UNAVAILABLE
 from tests.faults.harness import Arena
 from tests.faults.invariants import assert_equals_undisturbed
 from tests.faults.orders import Order

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpsearch.search.cli import run_command
-from hpsearch.search.process import ENDING_SIGNALS
+from hpsearch.search.process.signals import ENDING_SIGNALS
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import LOOP_OBJECTIVE
 from tests.hostile.generator import NEW_STUDY, Case, Generator

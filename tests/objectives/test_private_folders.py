@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 128 + 15), ("SIGHUP", -1)])
 def test_a_signal_removes_temporary_folders(tmp_path: Path, name: str, code: int) -> None:
     script = (
-        "import os, signal; from hpsearch.search.process import clean_up_on_hangup, exit_on_signals\n"
+        "import os, signal; from hpsearch.search.process.signals import clean_up_on_hangup, exit_on_signals\n"
         "from hpsearch.objectives.private_folders import open_temporary_folder\n"
         "exit_on_signals(); clean_up_on_hangup()\n"
         "with open_temporary_folder() as folder:\n"

@@ -110,7 +110,7 @@ def test_repeated_sigterm_is_harmless(
 
 _IN_THE_HANDLER = """
 import os, signal, sys
-from hpsearch.search import process
+from hpsearch.search.process import signals
 
 def at_line(wanted, seen):
     def trace(frame, event, _):
@@ -122,10 +122,10 @@ def at_line(wanted, seen):
     return trace
 
 lost = []
-code = process.stop_on_signals.__code__
+code = signals.stop_on_signals.__code__
 (handler,) = [const for const in code.co_consts if getattr(const, "co_name", "") == "on_signal"]
 for line in sorted({line for *_, line in handler.co_lines() if line})[1:]:
-    stop = process.stop_on_signals()
+    stop = signals.stop_on_signals()
     sys.settrace(at_line(line, seen := []))
     os.kill(os.getpid(), signal.SIGTERM)
     sys.settrace(None)

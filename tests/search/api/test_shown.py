@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
+from hpsearch.search.process.signals import raise_interrupt, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.worker.options import WorkerOptions

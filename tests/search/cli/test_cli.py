@@ -20,7 +20,7 @@ from hpsearch.objectives.loading import load_objective
 from hpsearch.search.cli import run_command
 from hpsearch.search.cli.app import HELP_SECTIONS, confirm
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import raise_interrupt
+from hpsearch.search.process.signals import raise_interrupt
 from hpsearch.search.study.enqueue import read_rows
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import LOOP_OBJECTIVE
@@ -422,7 +422,7 @@ def test_an_error_names_a_setting_as_in_the_command(
 
 
 def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hpsearch.search.api.study.list_studies", lambda **_: raise_interrupt())
+    monkeypatch.setattr("hpsearch.search.api.studies.list_studies", lambda **_: raise_interrupt())
     assert run_command(["studies"]) == 130
     assert capsys.readouterr().err == "hpsearch: interrupted\n"
 

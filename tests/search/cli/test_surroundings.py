@@ -28,7 +28,7 @@ from hpsearch.objectives.private_folders import open_private_folder
 from hpsearch.search.cli import main, run_command
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import EXIT_FILE_VARIABLE, EXIT_UNAVAILABLE, EXIT_USER_ERROR
+from hpsearch.search.process.exits import EXIT_FILE_VARIABLE, EXIT_UNAVAILABLE, EXIT_USER_ERROR
 from hpsearch.search.report.table_file import write_table
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import HOME_VARIABLE, resolve_home

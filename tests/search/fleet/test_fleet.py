@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpsearch.search import process
 from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
 from hpsearch.search.fleet.fork_server import ForkedProcess, can_fork, start_fork_server
+from hpsearch.search.process import exits
 from hpsearch.search.run.running import find_searches, register_search, stop_searches
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.embedded.process import wait_until
@@ -188,7 +188,7 @@ def test_a_forked_command_equals_a_new_process(tmp_path: Path) -> None:
 
 
 def _leave_a_thread() -> int:
-    process._EXIT_SECONDS = 0.1
+    exits._EXIT_SECONDS = 0.1
     threading.Thread(target=threading.Event().wait, name="left").start()
     return 3
 
@@ -196,7 +196,7 @@ def _leave_a_thread() -> int:
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_threads_of_user_code_do_not_prevent_the_exit_of_a_worker(tmp_path: Path) -> None:
     start_fork_server(MANY)
-    environment = {**os.environ, process.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
+    environment = {**os.environ, exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
     assert ended(ForkedProcess(_leave_a_thread, [], environment, tmp_path / "log")) == 3
     assert (tmp_path / "log").read_text() == "hpsearch: ended while code of the objective was running: thread left\n"
     assert (tmp_path / "exit").read_text() == "3"
@@ -216,7 +216,7 @@ def _use_all_memory() -> int:
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_worker_exits_without_memory_for_a_thread(tmp_path: Path) -> None:
     start_fork_server(MANY)
-    environment = {**os.environ, process.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
+    environment = {**os.environ, exits.EXIT_FILE_VARIABLE: str(tmp_path / "exit")}
     assert ended(ForkedProcess(_use_all_memory, [], environment, tmp_path / "log")) == 3
 
 
@@ -280,7 +280,7 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from concurrent.futures import ThreadPoolExecutor
-from hpsearch.search.process import make_fleet_watcher
+from hpsearch.search.process.children import make_fleet_watcher
 gone = make_fleet_watcher(fleet)
 time.monotonic = lambda: 0.0  # as packages do that freeze the clock
 try:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hpsearch.search.process import GracefulShutdown, StopEvent
+from hpsearch.search.process.signals import GracefulShutdown, StopEvent
 
 
 def test_the_grace_period_starts_at_the_signal() -> None:
@@ -25,7 +25,7 @@ def test_the_grace_period_starts_at_the_signal() -> None:
 
 LATE_SIGNAL = """
 import os, signal, sys
-from hpsearch.search.process import exit_on_signals, ignore_stop_signals
+from hpsearch.search.process.signals import exit_on_signals, ignore_stop_signals
 class Late:
     def __del__(self):  # after the interpreter has restored the default handlers
         os.kill(os.getpid(), signal.SIGTERM)
@@ -42,7 +42,7 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
 
 LEFT = """
 import os, subprocess, sys, time
-from hpsearch.search.process import end_session
+from hpsearch.search.process.children import end_session
 children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
 subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
 print(sorted(end_session()) == sorted(children), os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])

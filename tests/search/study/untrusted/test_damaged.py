@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 
-from hpsearch.search.api.study import delete_study, list_studies
+from hpsearch.search.api.studies import delete_study, list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.attributes import (

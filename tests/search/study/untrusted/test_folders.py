@@ -6,13 +6,14 @@ from pathlib import Path
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.study import StudyDirection
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study import checkpoints, cleanup
 from hpsearch.search.study.cleanup import find_garbage
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_study, load_study_by_id
 from hpsearch.storage.attributes import CHECKPOINT_URL, FOLDER_NAME, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
@@ -121,6 +122,25 @@ def test_delete_rejects_a_study_that_has_got_the_name_of_a_finalist_study(
     monkeypatch.setattr(cleanup, "read_finalist_studies", lambda *_: ["victim"])
     with pytest.raises(SearchError, match="study 'victim' no longer belongs to study 's'; repeat the command"):
         cleanup.list_studies_to_delete(load_study(storage, "s"))
+
+
+def test_a_name_that_another_study_has_got_after_a_command_has_read_it_is_rejected(storage: PostgresStorage) -> None:
+    make_study(storage)
+    study = load_study(storage, "s")
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE studies SET study_name = 'gone' WHERE study_name = 's'"))
+    make_study(storage)
+    assert load_study(storage, "s").study_id != study.study_id
+    with pytest.raises(SearchError, match="another study has got the name 's'; repeat the command"):
+        study.open()
+    with pytest.raises(SearchError, match="the study with the id 1 has lost its name 's'; repeat the command"):
+        load_study_by_id(storage, study.study_id)
+    storage.drop_caches(study.study_id)
+    with pytest.raises(SearchError, match="study 'gone' was renamed"):
+        load_study_by_id(storage, study.study_id)
+    storage.delete_study(study.study_id)
+    with pytest.raises(SearchError, match="the study with the id 1 was deleted; repeat the command"):
+        load_study_by_id(storage, study.study_id)
 
 
 def test_delete_removes_checkpoints_only_below_configured_addresses(

@@ -1,27 +1,15 @@
-"""Signals of processes, and their sessions."""
+"""How the processes of an objective end."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 
 import psutil
 
-from hpsearch.search.process import kill_session, restore_handlers, stop_on_signals
+from hpsearch.search.process.children import kill_session
 from hpsearch.storage.embedded.process import is_running, wait_until
-
-
-def test_a_command_that_nohup_starts_ignores_the_end_of_the_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with restore_handlers():
-            stop_on_signals(signal.SIGHUP, signal.SIGTERM)
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) not in {signal.SIG_IGN, signal.SIG_DFL}
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_only_the_processes_of_a_session_are_killed() -> None:

@@ -1,0 +1,1 @@
+"""Signals, exits and child processes of hpsearch processes."""

@@ -1,0 +1,125 @@
+"""Processes that an hpsearch process starts, or that code of the objective leaves: how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import popen_fork
+from typing import TYPE_CHECKING, Any
+
+from hpsearch.search.process.exits import EXIT_DONE
+
+if TYPE_CHECKING:
+    import psutil
+
+
+@functools.cache  # the patches must be applied once
+def shield_children() -> None:
+    """Shield processes that this process forks later from SIGTERM and SIGINT; they end when this process ends.
+
+    This includes processes that code of the objective makes with `os.fork`, except from other threads. Forked
+    processes inherit the worker's signal handlers, which have no effect in them; exec restores the default handlers.
+    This function replaces the handler that torch installs in data loader processes. Pools and data loaders end their
+    processes with `terminate`. Because the processes ignore SIGTERM, `terminate` sends SIGKILL instead.
+    """
+    from torch.utils.data._utils import signal_handling
+
+    torch_signals: Any = signal_handling  # the module is not typed
+    handle_faults = torch_signals._set_worker_signal_handlers
+
+    def set_loader_signals() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        handle_faults()
+        signal.signal(signal.SIGTERM, _ignore_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    torch_signals._set_worker_signal_handlers = set_loader_signals
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # SIGTERM is shielded
+    bind_children()
+
+
+def bind_children() -> None:
+    """Let the processes that the main thread of this process forks later end with it.
+
+    This includes processes that code of the objective makes with `os.fork`.
+    """
+    from hpsearch.objectives.training.data.loader import kill_with_parent
+
+    own, main_thread = os.getpid(), threading.main_thread().ident
+
+    def bind() -> None:  # the kernel would kill the process when the forking thread ends
+        if sys.platform == "linux" and os.getppid() == own and threading.get_ident() == main_thread:
+            kill_with_parent(own)
+
+    os.register_at_fork(after_in_child=bind)
+
+
+def _ignore_signal(*_: object) -> None:
+    """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
+
+
+def end_session() -> list[int]:
+    """Kill the processes that code of the objective left in this worker's own session, and return their PIDs."""
+    own = os.getpid()
+    if os.getsid(0) != own:  # for example a worker that was started in a terminal
+        return []
+    return kill_descendants(own, lambda pid: os.getsid(pid) == own)
+
+
+def kill_descendants(pid: int, selects: Callable[[int], bool] = lambda _: True) -> list[int]:
+    """Kill the descendants of a process that `selects` accepts, and return their PIDs."""
+    import psutil
+
+    left = list[int]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                if selects(process.pid) and not _is_resource_tracker(process):
+                    process.kill()
+                    left.append(process.pid)
+    return left
+
+
+def kill_session(leader: int) -> None:
+    """Kill the processes that a worker left in its session when it was killed or crashed."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != leader and os.getsid(process.pid) == leader and not _is_resource_tracker(process):
+                process.kill()
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether a process removes the shared memory of multiprocessing or joblib when its parent has ended."""
+    return ".resource_tracker" in " ".join(process.cmdline())
+
+
+def end_if_forked(pid: int) -> None:
+    """End this process if it is a copy of process `pid`, which code of the objective made with `os.fork`."""
+    if os.getpid() != pid:
+        os._exit(EXIT_DONE)
+
+
+def make_fleet_watcher(pid: int) -> Callable[[], bool]:
+    """Return a function that checks whether the fleet with this PID, or the fleet's fork server, has ended."""
+    fleet, parent = multiprocessing.parent_process(), os.getppid()
+    if fleet is not None and fleet.pid == pid:
+        sentinel = fleet.sentinel
+
+        def has_ended() -> bool:
+            # `is_alive` never returns if code of the objective has frozen `time.monotonic`. Threads cannot share a
+            # poll object.
+            poller = select.poll()
+            poller.register(sentinel, select.POLLIN)
+            return bool(poller.poll(0)) or os.getppid() != parent
+
+        return has_ended
+    return lambda: os.getppid() != pid
