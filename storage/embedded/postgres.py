@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -33,6 +34,7 @@ from hpsearch.storage.embedded.postgres_socket import (
     SOCKET_PORT,
     find_socket_folder,
     prepare_socket_folder,
+    remove_socket_folder,
 )
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.files import read_tail
@@ -240,6 +242,10 @@ class EmbeddedPostgres:
             process.send_signal([server], number)
             if process.wait_for_exit([server], timeout=_STOP_TIMEOUT):
                 break
+        with contextlib.suppress(OSError, StorageError):  # the file system may have become read-only
+            if (lock := try_lock(self.folder)) is not None:  # else another command starts a server
+                remove_socket_folder(self.folder, self.uid)
+                os.close(lock)
         return server.pid
 
     def _wait_for_lock(self) -> int | None:

@@ -49,11 +49,11 @@ def prepare_socket_folder(folder: Path, account: Account) -> Path:
     """
     data, record = folder / "data", folder / "socket"
     if (sockets := find_socket_folder(folder)) != data:
-        with suppress(OSError):  # a program that cleans /tmp has removed it
-            status = sockets.lstat()
-            is_private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
-            if is_private and status.st_uid == account.uid and _can_have_socket(sockets):
-                return sockets
+        with suppress(OSError):  # it exists
+            sockets.mkdir(0o700)  # the same again, because workers that wait for the server have its path
+            account.take_over(sockets)
+        if _is_private(sockets, account.uid) and _can_have_socket(sockets):
+            return sockets
     record.unlink(missing_ok=True)
     if _can_have_socket(data):
         return data
@@ -64,6 +64,25 @@ def prepare_socket_folder(folder: Path, account: Account) -> Path:
     account.take_over(sockets)
     write_private(record, str(sockets))
     return sockets
+
+
+def remove_socket_folder(folder: Path, uid: int) -> None:
+    """Remove the temporary folder that `prepare_socket_folder` has created for a server of `uid`, which has ended."""
+    sockets = find_socket_folder(folder)
+    if sockets != folder / "data" and _is_private(sockets, uid):
+        for name in (SOCKET_NAME, f"{SOCKET_NAME}.lock"):  # a killed server leaves them
+            (sockets / name).unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            sockets.rmdir()
+
+
+def _is_private(folder: Path, uid: int) -> bool:
+    """Return whether a folder exists and only the user `uid` can use it."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700 and status.st_uid == uid
 
 
 def _can_have_socket(folder: Path) -> bool:
