@@ -59,6 +59,19 @@ def prepare_home(value: str | None = None) -> Path:
     return home
 
 
+def find_home(value: str | None = None) -> Path:
+    """Return the home folder like `prepare_home`, but do not create it; it may be missing.
+
+    Raises:
+        StorageError: see `prepare_home`.
+    """
+    home = resolve_home(value)
+    with suppress(OSError, ValueError):  # which `prepare_home` explains, such as a missing permission
+        if not os.path.lexists(home):
+            return home
+    return prepare_home(value)
+
+
 def _open_for_passage(folder: Path) -> None:
     """Let all users enter a new folder, but not a link by which another user has replaced it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -81,9 +81,9 @@ def down(
     """
     from hpsearch.search.run.running import find_searches, stop_searches
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import prepare_home
+    from hpsearch.storage.home import find_home
 
-    folder = prepare_home(home)
+    folder = find_home(home)
     if searches := [] if now else find_searches(folder):
         names = ", ".join(f"{name} (process {running.pid})" for name, running in searches)
         echo(f"stopping the searches {names}; down --now skips the wait", err=True)
@@ -97,9 +97,9 @@ def down(
 def status(home: o.Home = None) -> int:
     """Show the embedded services. Exit code 0 if all run, 3 otherwise."""
     from hpsearch.storage.embedded import stack
-    from hpsearch.storage.home import prepare_home
+    from hpsearch.storage.home import find_home
 
-    services = stack.read_status(prepare_home(home))
+    services = stack.read_status(find_home(home))
     for service in services:
         where = service.url or ""
         echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())

@@ -165,7 +165,7 @@ def read_status(home: Path) -> list[ServiceStatus]:
 
 def _read_postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if (server := stack.server) is None:
-        return ServiceStatus("Postgres", "stopped", None, None, "not set up yet")
+        return ServiceStatus("Postgres", "stopped", None, None, f"not set up yet in {str(stack.home)!r}")
     record, detail = stack.state.postgres, f"data in {server.data_folder}"
     url = server.format_address(record.port) if record.port else None
     if (process := server.find_process()) is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpsearch.search.cli import run_command
 from hpsearch.storage.embedded.stack import find_running
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import FOLDERS, prepare_home, read_own_text
@@ -27,6 +28,14 @@ def test_the_argument_has_precedence_over_the_variable(tmp_path: Path, monkeypat
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "variable"))
     assert prepare_home() == tmp_path / "variable"
     assert prepare_home(str(tmp_path / "argument")) == tmp_path / "argument"
+
+
+def test_commands_about_services_create_no_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "mistyped"
+    assert run_command(["status", "--home", str(home)]) == 3
+    assert f"not set up yet in '{home}'" in capsys.readouterr().out
+    assert run_command(["down", "--home", str(home)]) == 0
+    assert not home.exists()
 
 
 def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> None:
