@@ -116,13 +116,14 @@ def remove_garbage(found: list[Garbage]) -> tuple[int, list[str]]:
 
 def _find_models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garbage]:
     """Return the models and best checkpoints of the trials that are not among the best `keep_top`."""
-    if study.spec.finalists_of is not None or RUN_ID not in study.attrs:
+    run_id = study.attrs.get(RUN_ID)
+    if study.spec.finalists_of is not None or run_id is None:
         return []  # finalists and refits are evidence for the winner
     storage, registry = RunStorage(tracking), Registry(tracking.client)
     best = _list_best(study, keep_top)
     ended = study.best_trials(infeasible=True)
     surplus = [trial for trial in ended if RUN_ID in trial.user_attrs and trial.number not in best]
-    runs = storage.list_runs_with_files(str(study.attrs[RUN_ID])) if surplus else {}
+    runs = storage.list_runs_with_files(str(run_id)) if surplus else {}
     needed = _list_needed(study)
     removable = [trial for trial in surplus if trial.user_attrs[RUN_ID] in runs and trial.number not in needed]
     candidates = {str(trial.user_attrs[RUN_ID]): trial for trial in removable}

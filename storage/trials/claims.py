@@ -12,32 +12,28 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import ATTEMPT, BUDGET_CUT, PRUNING, REASON, RUNG, WORKER
+from hpsearch.storage.attributes import ATTEMPT, RUNG, WORKER
 from hpsearch.storage.database.connect import open_autocommit
 from hpsearch.storage.database.fencing import make_claim_lost_error
 from hpsearch.storage.database.retry import RETRY_SECONDS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.database.trial_rows import encode_value
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.rungs.generations import decide_generation, find_next_member
-from hpsearch.storage.rungs.last_phase import has_budget_to_continue, plan_next_step
 from hpsearch.storage.rungs.rungs import (
     PrunedTrial,
     RungRank,
     Rungs,
-    find_next_to_prune,
-    has_waiting_trials,
     read_rung_rank,
     record_promotion,
     record_rung_value,
 )
 from hpsearch.storage.study_storage.lost_replies import find_claim, has_ended_as
 from hpsearch.storage.trials import LEASE, claim_sql, finishing, report_sql
-from hpsearch.storage.trials.budget import Spending, read_spending_in_transaction
 from hpsearch.storage.trials.claim_results import Claim, ClaimResult, NoTrialAvailable, ReportResult, StudyStopped
 from hpsearch.storage.trials.finishing import Outcome
 from hpsearch.storage.trials.lost_attempts import end_lost_attempts
 from hpsearch.storage.trials.process_identity import get_process_name
+from hpsearch.storage.trials.trial_queue import TrialQueue
 
 if TYPE_CHECKING:
     from hpsearch.storage.checkpoints.store import StoredFile
@@ -78,8 +74,8 @@ class Claims:
         self.lease = lease
         self._rungs = rungs
         self._metered_epochs = metered_epochs
+        self._queue = TrialQueue(study_id, rungs, metered_epochs)
         self._may_be_preempted = may_be_preempted
-        self._candidates = claim_sql.SELECT_CANDIDATES if rungs is None else claim_sql.SELECT_CANDIDATES_EXCEPT_PAUSED
         self._back_at = -math.inf  # time at which the database became available again after the last outage
 
     def record_outage(self) -> None:
@@ -120,13 +116,15 @@ class Claims:
 
     @kill_point("write claim")
     def _take(self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool) -> ClaimResult:
-        if (study := self._study(connection)) is None:
+        if (study := self._queue.lock_study(connection)) is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
             return StudyStopped(study.stopped)
         if lost := end_lost_attempts(connection, self._study_id, retries=study.retries, back_at=self._back_at):
             return lost
-        row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
+        chosen = self._queue.choose(connection, study, open_new=open_new)
+        if isinstance(chosen, PrunedTrial | NoTrialAvailable):
+            return chosen
         arguments = {
             "study_id": self._study_id,
             "claim": claim_id,
@@ -136,108 +134,24 @@ class Claims:
             "loss_weight": claim_sql.LOSS_WEIGHT_AT_START if self._may_be_preempted else 1,
             "keys": [ATTEMPT, WORKER],
         }
-        spending = self._spending(connection)
-        room = spending is None or spending.has_budget_for_epoch(row.running)
-        why = "timeout reached" if spending is None or not spending.is_exhausted else spending.exhausted_reason
-        may_open = open_new and room and row.total - row.enqueued < row.opens
-        trial_id, rung = row.given_back, None
-        if trial_id is not None and spending is not None and not room and not self._is_trained(connection, trial_id):
-            if row.running == 0:
-                return self._prune_cut(connection, trial_id, spending)
-            trial_id = None  # the running trials may not use the whole rest of the budget
-        is_over = not may_open and row.running == 0
-        if trial_id is None and self._rungs is not None and self._rungs.decide is not None:
-            trial_id, rung = self._find_member(connection, self._rungs, is_ended=is_over) or (None, None)
-        elif trial_id is None and self._rungs is not None:
-            if open_new and room:
-                steps = {
-                    "epochs_left": spending and spending.epochs_left,
-                    "may_start": may_open,
-                    "running": row.running,
-                }
-                step = plan_next_step(connection, self._study_id, self._rungs, **steps)
-                may_open = step.can_start
-                trial_id, rung = step.waiting or (None, None)
-            if trial_id is None and (
-                retired := self._prune_at_rung(connection, n_trials=study.n_trials, over=is_over, why=why)
-            ):
-                return retired
-        trial_id = trial_id or (row.next_enqueued if may_open else None)
-        if trial_id is not None:
-            taken = connection.execute(claim_sql.CLAIM_WAITING_TRIAL, {**arguments, "trial": trial_id}).one_or_none()
-            if taken is None:  # another program has just changed the state of the trial
-                return self._take(connection, claim_id, open_new=open_new)
-            record_promotion(connection, trial_id, rung)
-            return Claim(trial_id, taken.number, taken.attempt)
-        if may_open:
+        if chosen.trial_id is None:
             new = connection.execute(claim_sql.CLAIM_NEW_TRIAL, arguments).one()
             return Claim(new.trial_id, new.number, 1)
-        return NoTrialAvailable(row.running)
-
-    def _find_member(self, connection: sa.Connection, rungs: Rungs, *, is_ended: bool) -> tuple[int, int] | None:
-        """Return the next member of the population to continue; if a generation has ended, first decide on it."""
-        found = find_next_member(connection, self._study_id)
-        if found is None and is_ended and rungs.decide is not None:
-            decide_generation(connection, self._study_id, rungs.epochs, rungs.decide)
-            found = find_next_member(connection, self._study_id)
-        return found
-
-    def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
-        """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
-        return connection.execute(claim_sql.LOCK_STUDY, {"study": self._study_id}).one_or_none()
-
-    def _has_budget_to_continue(
-        self, connection: sa.Connection, rungs: Rungs, trial_id: int, rung: int, n_trials: int
-    ) -> bool:
-        """Return whether the budget in epochs allows a promoted trial to continue, instead of better ones."""
-        spending = self._spending(connection)
-        if spending is None or (left := spending.epochs_left) is None:
-            return True
-        row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": n_trials}).one()
-        arguments = {"rung": rung, "epochs_left": left, "running": row.running}
-        return has_budget_to_continue(connection, self._study_id, trial_id, rungs, **arguments)
-
-    def _spending(self, connection: sa.Connection) -> Spending | None:
-        return None if self._metered_epochs is None else read_spending_in_transaction(connection, self._study_id)
-
-    def _is_trained(self, connection: sa.Connection, trial_id: int) -> bool:
-        """Return whether a trial has reported all epochs, so that only its outcome is missing."""
-        arguments = {"trial": trial_id, "epochs": self._metered_epochs}
-        return bool(connection.execute(report_sql.HAS_ALL_EPOCHS, arguments).scalar())
-
-    def _prune_cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
-        """Prune a released trial because the budget is spent."""
-        at = connection.execute(report_sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
-        epochs = 0 if at.step is None else at.step + 1
-        reason = f"after epoch {epochs} of {self._metered_epochs}: {spending.exhausted_reason}"
-        finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
-        return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_out_of_budget=True)
-
-    def _prune_at_rung(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> PrunedTrial | None:
-        """Prune one trial that waits at a rung and cannot be promoted any more; None if there is no such trial."""
-        assert self._rungs is not None
-        retired = find_next_to_prune(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
-        if retired is not None:
-            attrs = {REASON: retired.reason, PRUNING: retired.decision}
-            finishing.prune_waiting_trial(connection, retired.trial_id, attrs=attrs)
-        return retired
+        waiting = {**arguments, "trial": chosen.trial_id}
+        taken = connection.execute(claim_sql.CLAIM_WAITING_TRIAL, waiting).one_or_none()
+        if taken is None:  # another program has just changed the state of the trial
+            return self._take(connection, claim_id, open_new=open_new)
+        record_promotion(connection, chosen.trial_id, chosen.rung)
+        return Claim(chosen.trial_id, taken.number, taken.attempt)
 
     def has_trials_left(self, *, open_new: bool = True) -> bool:
-        """Return whether a trial can be claimed or is running, by one query without retries.
+        """Return whether a trial can be claimed or is running, by one transaction without retries.
 
         Args:
             open_new: whether trials that were never started count, as in `claim`.
         """
         with self._engine.begin() as connection:
-            study = self._study(connection)
-            if study is None or study.stopped is not None:
-                return False
-            row = connection.execute(self._candidates, {"study": self._study_id, "n_trials": study.n_trials}).one()
-            at_rung = self._rungs is not None and has_waiting_trials(connection, self._study_id)
-            spending = self._spending(connection)
-        room = spending is None or spending.has_budget_for_epoch(row.running)
-        waits = open_new and room and row.total - row.enqueued < row.opens
-        return bool(row.given_back or row.running or at_rung or waits)
+            return self._queue.has_trials_left(connection, open_new=open_new)
 
     def reclaim_expired_leases(self) -> None:
         """Release the trials of dead workers, so that the next claim can take them.
@@ -245,7 +159,7 @@ class Claims:
         Trials without retries left are not changed: `claim` sets them to FAIL, and its caller ends their MLflow runs.
         """
         with self._engine.begin() as connection:
-            if (study := self._study(connection)) is not None:
+            if (study := self._queue.lock_study(connection)) is not None:
                 arguments = {"retries": study.retries, "back_at": self._back_at}
                 end_lost_attempts(connection, self._study_id, **arguments, fail=False)
 
@@ -353,7 +267,7 @@ class Claims:
         assert rungs is not None
 
         def record_value(connection: sa.Connection, repeated: bool) -> RungRank | None:
-            study = self._study(connection)
+            study = self._queue.lock_study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if study is None or connection.execute(claim_sql.CHECK_OWNERSHIP, mine).one_or_none() is None:
@@ -367,7 +281,7 @@ class Claims:
             if (
                 at.is_promoted
                 and rungs.decide is None
-                and not self._has_budget_to_continue(connection, rungs, claim.trial_id, rung, study.n_trials)
+                and not self._queue.has_budget_to_continue(connection, claim.trial_id, rung, study.n_trials)
             ):
                 at = replace(at, is_promoted=False)
             if at.is_promoted:
