@@ -61,6 +61,11 @@ class DamagedValue(str):
     """The text of an attribute in the database that is not valid JSON."""
 
 
+def make_default_folder_name(study: str, study_id: int) -> str:
+    """Return the name of the folders of a study without the attribute `FOLDER_NAME`."""
+    return f"{study}-{study_id}"
+
+
 def decode_attr(text: str) -> Any:
     """Return the value of an attribute from its JSON text; a `DamagedValue` if the text is not valid JSON."""
     try:

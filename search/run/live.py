@@ -10,14 +10,11 @@ from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.search.console import can_redraw, format_sparkline, plain_table
@@ -31,6 +28,7 @@ from hpsearch.search.report.top import (
     render_progress,
 )
 from hpsearch.search.report.trial_table import make_trial_table
+from hpsearch.search.run.notebook_cell import NotebookCell
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
@@ -123,7 +121,7 @@ class LiveView:
             finally:
                 self._has_written.set()
 
-        if isinstance(self._live, _NotebookCell):  # shows only what this thread displays
+        if isinstance(self._live, NotebookCell):  # shows only what this thread displays
             try_to_write()
         else:
             try:
@@ -230,31 +228,9 @@ class LiveView:
         return f"{running.number}", epoch, value
 
 
-class _NotebookCell:
-    """A redrawn view in a notebook. Rich's own notebook view needs ipywidgets, which few users have."""
-
-    def __init__(self, display: Callable[..., Any]) -> None:
-        self._display = display
-        self._handle: Any = None
-
-    def start(self) -> None:
-        """Show an empty view."""
-        self._handle = self._display(Text(""), display_id=True)
-
-    def update(self, view: RenderableType, *, refresh: bool) -> None:  # noqa: ARG002 as rich's Live has it
-        """Redraw the view."""
-        page = Table.grid()  # unlike a group, a table can be shown in a notebook
-        page.add_row(view)
-        self._handle.update(page)
-
-    def stop(self) -> None:
-        """Clear the view. The result is printed afterwards, and replaces the view."""
-        self._handle.update(Text(""))
-
-
-def _make_display(console: Console) -> Live | _NotebookCell | None:
+def _make_display(console: Console) -> Live | NotebookCell | None:
     """Return a view for the terminal or notebook; None if the output is neither."""
     notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # not a dependency
     if notebook is not None:
-        return _NotebookCell(notebook.display)
+        return NotebookCell(notebook.display, console)
     return Live(console=console, auto_refresh=False, transient=True) if can_redraw(console) else None

@@ -36,6 +36,7 @@ from hpsearch.storage.attributes import (
     STARTED_AT,
     VAL_SAMPLES,
     VERSION,
+    make_default_folder_name,
 )
 from hpsearch.storage.checkpoints.pointers import has_pointers
 from hpsearch.storage.errors import DamagedStudyError
@@ -115,7 +116,7 @@ class StoredStudy:
     def folder(self) -> str:
         """The name, unique across studies, of the study's folders for run directories and checkpoints."""
         # The id in the database differs from that of a deleted study of the same name, which has other checkpoints.
-        folder = str(self.attrs.get(FOLDER_NAME, f"{self.spec.name}-{self.study_id}"))
+        folder = str(self.attrs.get(FOLDER_NAME, make_default_folder_name(self.spec.name, self.study_id)))
         if not self._is_own_folder(folder):
             raise SearchError(
                 f"study {self.spec.name!r} has the folder name {folder!r}, which hpsearch did not generate; "

@@ -20,6 +20,7 @@ from hpsearch.storage.attributes import (
     TRACKING_URI,
     DamagedValue,
     decode_attr,
+    make_default_folder_name,
 )
 from hpsearch.storage.database.mlflow_links import RUN_PAGE, replace_run_links
 from hpsearch.storage.mlflow import tag_names
@@ -286,9 +287,11 @@ def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, 
 
 
 def list_study_folders(studies: Any) -> set[str]:
-    """Return the names of the folders of all studies."""
+    """Return the names of the folders of all studies, with those that studies without a valid attribute would have."""
     studies.execute("SELECT value_json FROM study_user_attributes WHERE key = %s", (FOLDER_NAME,))
-    return {str(decode_attr(value)) for (value,) in studies.fetchall()}
+    stored = {str(decode_attr(value)) for (value,) in studies.fetchall()}
+    studies.execute("SELECT study_name, study_id FROM studies")
+    return stored | {make_default_folder_name(name, study_id) for name, study_id in studies.fetchall()}
 
 
 def remove_home_checkpoint_urls(studies: Any, home: str) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hpsearch.search.console import PlainConsole
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.process.signals import raise_interrupt, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
@@ -40,9 +42,9 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     shown: list[list[str]] = []
 
     def display(thing: Any, **_: object) -> SimpleNamespace:
-        drawn = [html(thing)]
+        drawn = [draw(thing)]
         shown.append(drawn)
-        return SimpleNamespace(update=lambda other: drawn.append(html(other)))
+        return SimpleNamespace(update=lambda other: drawn.append(draw(other)))
 
     module = ModuleType("IPython.display")
     module.display = display  # type: ignore[attr-defined]
@@ -50,7 +52,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return shown
 
 
-def html(thing: Any) -> str:
+def draw(thing: Any) -> str:
     """Return the representation that IPython displays."""
     return str(thing._repr_mimebundle_((), ())["text/html"])
 
@@ -98,6 +100,16 @@ def test_a_notebook_view_is_updated_in_place(cells: list[list[str]], tmp_path: P
     assert "elsewhere:1" in second
     assert begin == end
     assert "trials" not in end
+
+
+def test_texts_of_workers_are_no_markup_in_a_notebook(cells: list[list[str]], tmp_path: Path) -> None:
+    worker = """[link=x"><img/src="x"/onerror=alert(1)>]w[/link]\x1b[31m<script>"""
+    running = RunningTrial(number=3, worker=worker, step=1, value=0.75)
+    with view(PlainConsole(force_jupyter=True, width=200), tmp_path) as shown:
+        shown.update(Progress(budget=4, running=[running]))
+    page = cells[0][1]
+    assert html.escape(worker).replace("\x1b", "\\x1b") in page
+    assert "<a" not in page
 
 
 def test_progress_in_a_file_is_a_line(tmp_path: Path) -> None:

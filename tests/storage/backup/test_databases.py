@@ -116,9 +116,15 @@ def test_restored_studies_equal_the_original_with_rights_and_waiting_trials(
     storage.engine.dispose()
 
 
-@pytest.mark.parametrize("kind", ["runs", "outbox", "logs", "checkpoints"])
+@pytest.mark.parametrize(
+    "used",
+    [
+        *(f"{kind}/Wine-0123456789abcdef" for kind in ("runs", "outbox", "logs", "checkpoints")),  # ignoring case
+        "runs/wine-1",  # would be that of a study without the attribute
+    ],
+)
 def test_a_restored_study_does_not_share_the_folders_of_the_original(
-    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, kind: str
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, used: str
 ) -> None:
     """`delete` of the restored study would remove the files of the original."""
     storage = fill(database_url)
@@ -128,7 +134,7 @@ def test_a_restored_study_does_not_share_the_folders_of_the_original(
     checkpoint.touch()
     make(file, owner_url, home)
     shutil.rmtree(checkpoint.parents[1])
-    folder = Path(home, kind, "Wine-0123456789abcdef")  # the same folder on some file systems
+    folder = Path(home, used)
     folder.mkdir()
     target = postgres_server.url(other, user=OWNER)
     for _ in range(2):  # the first try leaves a mark that permits to replace rows
