@@ -75,6 +75,7 @@ PACKAGES = (
         "search.secret_files",
         "search.process",
         "search.error_lines",
+        "search.private_output",
         "search.console",
         "search.services",
     ),

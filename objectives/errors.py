@@ -184,7 +184,11 @@ def keep_recursion_limit() -> Iterator[None]:
 
 @contextmanager
 def keep_streams() -> Iterator[None]:
-    """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to."""
+    """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to.
+
+    Raises:
+        ObjectiveError: user code has closed files that it had not opened.
+    """
     kept = [
         (name, getattr(sys, name), os.dup(descriptor), descriptor)
         for descriptor, name in ((1, "stdout"), (2, "stderr"))
@@ -201,7 +205,13 @@ def keep_streams() -> Iterator[None]:
                     setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115 stays open
                 else:
                     setattr(sys, name, former)
-            os.close(copy)
+            try:
+                os.close(copy)
+            except OSError:
+                raise ObjectiveError(
+                    "the objective closes files that it has not opened, such as connections of hpsearch; remove the "
+                    "call, such as os.closerange"
+                ) from None
 
 
 @contextmanager

@@ -100,11 +100,11 @@ def objective_reference(reference: str) -> str:
     Raises:
         ObjectiveError: as for `load_objective`.
     """
-    cls = _find_class(reference)
     reference = normalize_reference(reference)
-    if reference in BUILTIN or (file := split_file_reference(reference)) is None:
-        return reference
-    return f"{file[0].resolve()}:{cls.__name__}"
+    file = None if reference in BUILTIN else split_file_reference(reference)
+    path = file and file[0].resolve()  # before the import, which may change the working folder
+    cls = _find_class(reference)
+    return reference if path is None else f"{path}:{cls.__name__}"
 
 
 def source_hash(objective: BaseObjective) -> str:

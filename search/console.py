@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import logging
 import math
@@ -22,6 +23,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from hpsearch.search.private_output import find_exposure
 from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
 
@@ -82,7 +84,12 @@ class PlainConsole(Console):
     def _prepare(self, printed: Any) -> Any:
         if isinstance(printed, Table):
             return _UnpaddedTable(printed)
-        return add_tokens(printed) if self.is_terminal and isinstance(printed, str) else printed
+        return add_tokens(printed) if isinstance(printed, str) and self._is_private_terminal else printed
+
+    @functools.cached_property
+    def _is_private_terminal(self) -> bool:
+        # Rich's `is_terminal` is also true for files if FORCE_COLOR is set.
+        return self.file.isatty() and find_exposure(self.file) is None
 
     def on_broken_pipe(self) -> None:
         """Discard the output, or raise the error again. Rich's method exits the process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -95,6 +96,7 @@ class LoopTrial:
         self._epoch: int | None = None  # the current epoch, until it is reported
         self._started = 0.0
         self._is_in_epoch = False
+        self._report_lock = threading.Lock()  # several threads may report the same epoch; only the first succeeds
         self.failure: BaseException | None = None  # ends the trial even if the loop catches the error of `report`
 
     @property
@@ -151,6 +153,10 @@ class LoopTrial:
                 cannot hold, or the ranks report different epochs.
             NonFiniteError: a metric that the study optimizes or bounds is NaN or infinite.
         """
+        with self._report_lock:
+            return self._report(metrics, state=state, best=best, folder=folder)
+
+    def _report(self, metrics: Mapping[str, float], *, state: Any, best: Any, folder: Path | str | None) -> bool:
         if (epoch := self._epoch) is None:
             if self._is_in_epoch:
                 raise ObjectiveError(f"epoch {self._curve.next_epoch} is already reported; report each epoch once")

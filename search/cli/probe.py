@@ -214,9 +214,12 @@ class ObjectiveProcess:
 
     def _wait(self) -> int:
         assert self._pid is not None
-        _, status = os.waitpid(self._pid, 0)
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # code of the objective ignores SIGCHLD, or has waited for it
+            _, status = os.waitpid(self._pid, 0)
         self._pid = None
-        self._connection.close()
+        with contextlib.suppress(OSError):  # code of the objective has closed it
+            self._connection.close()
         return os.waitstatus_to_exitcode(status)
 
     def _describe_end(self, code: int) -> str:

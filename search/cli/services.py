@@ -6,7 +6,6 @@ import json
 import os
 import secrets as random
 import signal
-import stat
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -44,6 +43,7 @@ def up(
     read.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
+    from hpsearch.search.private_output import find_exposure
     from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
@@ -61,7 +61,7 @@ def up(
         raise
     if auth is False:
         echo(f"hpsearch: {NO_AUTH_WARNING}", err=True)
-    if (exposure := _find_exposure_of_output()) is not None:
+    if (exposure := find_exposure(sys.stdout)) is not None:
         echo(f"hpsearch: warning: the links have no token, because {exposure}", err=True)
     add = add_token if exposure is None else str
     echo(f"MLflow            {add(info.tracking_uri)}")
@@ -328,27 +328,13 @@ def secrets() -> None:
 
 
 def _require_private_output() -> None:
-    """Reject a file as the output that other users can open, or have opened before a change of its mode.
+    """Reject an output that other users can read.
 
     Raises:
-        SearchError: the file belongs to another user, or others can read or write it.
+        SearchError: the output is a file, pipe or terminal of another user, or a file that others can open.
     """
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.private_output import find_exposure
 
-    if (exposure := _find_exposure_of_output()) is not None:
+    if (exposure := find_exposure(sys.stdout)) is not None:
         raise SearchError(f"{exposure}; remove it, and run: (umask 077; hpsearch secrets > .env)")
-
-
-def _find_exposure_of_output() -> str | None:
-    """Return how other users can open the output; None if it is not a file, or a private one."""
-    try:
-        status = os.fstat(sys.stdout.fileno())
-    except (OSError, ValueError):  # not a file
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    if status.st_uid not in (0, os.geteuid()):
-        return f"the output file belongs to uid {status.st_uid}, who could read it"
-    if status.st_mode & 0o077:
-        return f"other users can open the output file (mode {stat.S_IMODE(status.st_mode):04o})"
-    return None

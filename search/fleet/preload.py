@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 
 from hpsearch.cuda_library import load_cuda_library
@@ -36,6 +37,7 @@ PRELOADED_MODULES = (
 _fleet = os.getppid()
 # This process must outlive a signal to all processes of a job, because it reports the workers' exit codes to the fleet.
 exit_on_signals(only_forked=True)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the fork server notices ends of workers by it
 with contextlib.suppress(OSError):
     os.setsid()
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):

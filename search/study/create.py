@@ -342,9 +342,9 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     Raises:
         ObjectiveError: the objective does not exist, or cannot be imported.
     """
-    reference = str(settings["objective"])
+    reference = objective_reference(str(settings["objective"]))
     objective = load_objective(reference)
-    settings = {**settings, "objective": objective_reference(reference)}
+    settings = {**settings, "objective": reference}
     # Other settings are missing, because they may come from a stored study.
     spec = StudySpec.model_construct(**resolve_metric_settings(settings, objective))
     with name_setting_of_metric(objective, spec):

@@ -30,8 +30,9 @@ def main() -> None:
     open_standard_streams()
     os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
     interrupt = make_interrupt_handler()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./hpsearch blocks it
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, exit codes of processes are lost
+    # ./hpsearch blocks SIGINT. If the caller blocks or ignores SIGCHLD, ends of processes are not noticed.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGCHLD])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     from hpsearch.cuda_library import load_cuda_library
     from hpsearch.search.process.exits import prepare_exit, report_foreign_exits, take_exit_file
     from hpsearch.search.process.signals import clean_up_on_hangup, exit_on_signals

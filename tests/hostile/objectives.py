@@ -45,6 +45,8 @@ PARTS = {
     "exit hook": "atexit.register(time.sleep, 1000)",
     "no gradients": "torch.set_grad_enabled(False)",
     "locale": "locale.setlocale(locale.LC_ALL, 'C')",
+    "close files": "os.closerange(3, 4096)",
+    "no child signals": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "start method": "multiprocessing.set_start_method('spawn', force=True)",
 }
 _INT, _TERM, _HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

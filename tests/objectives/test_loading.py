@@ -91,6 +91,12 @@ def test_a_stored_reference_loads_from_another_directory(write, tmp_path, monkey
     assert type(load_objective(stored)).__name__ == "Mine"
 
 
+def test_an_objective_may_change_the_working_directory(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("mine.py", "import os; os.chdir('/')\n" + GOOD.format(name="Mine"))
+    assert objective_reference("mine.py") == f"{tmp_path / 'mine.py'}:Mine"
+
+
 def test_a_module_of_the_current_directory_loads(write):
     write("pack/__init__.py", "")
     write("pack/inner.py", GOOD.format(name="Inner"))

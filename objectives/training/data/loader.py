@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
@@ -11,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from multiprocessing import queues
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 from torch.utils import data as torch_data
 
-from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
+from hpsearch.objectives.errors import ObjectiveError, get_first_line, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import Tree
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_cpu_libraries, set_seed
@@ -143,3 +147,16 @@ def _load_ahead(
 def _start_worker(bind: Callable[[], None], seed: int, worker: int) -> None:
     bind()
     set_seed(seed, "worker", worker)
+    queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]  # private
+
+
+def _send_error(queue: queues.Queue[Any], error: Exception, item: tuple[int, Any]) -> None:
+    """Send an error instead of a batch that cannot be sent, for which the training would wait forever."""
+    index, _ = item
+    try:
+        fault, text = "a batch cannot be sent from a loader process", get_first_line(error)
+        if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:
+            text += "; enlarge /dev/shm, such as with docker run --shm-size 2g, or use num_workers=0"
+        raise ObjectiveError(f"{fault}: {text}")
+    except ObjectiveError:
+        queue.put((index, ExceptionWrapper(where="in a loader process")))  # type: ignore[no-untyped-call]

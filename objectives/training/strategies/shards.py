@@ -158,6 +158,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # the unpickler in C has no way to
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # the name of the module in Python 3.13
+            module = "pathlib"
         is_torch_type = module == "torch" and isinstance(getattr(torch, name, None), _TORCH_TYPES)
         if (module, name) not in _TYPES and not is_torch_type:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of shards")

@@ -5,8 +5,11 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 from asyncio import CancelledError
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -299,6 +302,29 @@ def test_mistakes_have_clear_errors(objective, message):
     with pytest.raises((ObjectiveError, NonFiniteError), match=message) as error:
         _fit(objective())
     assert "\n" not in str(error.value)
+
+
+class _Meeting(dict):
+    """Metrics that wait until another thread reports too."""
+
+    met = threading.Barrier(2)
+
+    def items(self):
+        with suppress(threading.BrokenBarrierError):
+            self.met.wait(0.2)
+        return super().items()
+
+
+def _report_in_threads(_, trial):
+    for _ in trial.epochs():
+        with ThreadPoolExecutor(4) as threads:
+            reports = [threads.submit(trial.report, _Meeting(distance=float(value))) for value in range(4)]
+        assert sum(report.exception() is None for report in reports) == 1
+
+
+def test_only_one_thread_reports_an_epoch():
+    result = _fit(type("Threads", (Gan,), {"run": _report_in_threads})())
+    assert [record.epoch for record in result.history] == list(range(5))
 
 
 class NumpyState(Gan):

@@ -18,6 +18,7 @@ from tests.waiting import wait_for
 
 BAD_CALLS = """
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -36,6 +37,16 @@ class Asking(Wine):
 class AskingAtTheTerminal(Wine):
     def data(self, seed):
         open("/dev/tty").readline()
+
+
+class Deaf(Wine):
+    def __init__(self):
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+class Closing(Wine):
+    def __init__(self):
+        os.closerange(3, 4096)
 
 
 class Crashing(Wine):
@@ -126,6 +137,15 @@ def test_code_that_asks_the_user_fails_in_the_check() -> None:
     os.close(writer)
     assert ended.returncode == 2
     assert "EOFError" in ended.stderr
+
+
+@pytest.mark.usefixtures("objective")
+@pytest.mark.parametrize(("name", "code", "fault"), [("Deaf", 0, ""), ("Closing", 2, "it has not opened")])
+def test_code_that_changes_the_process_of_the_command(name: str, code: int, fault: str) -> None:
+    command = ["run", f"wine.py:{name}", "--name", name, "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
+    ended = subprocess.run([sys.executable, "-m", "hpsearch", *command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
+    assert fault in ended.stderr
 
 
 _IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"

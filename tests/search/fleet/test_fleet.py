@@ -266,6 +266,22 @@ def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
     assert ended(worker) == 0, (tmp_path / "log").read_text()
 
 
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_the_end_of_a_worker_is_noticed_although_the_program_blocks_signals(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys, time
+from pathlib import Path
+from hpsearch.search.fleet.fork_server import ForkedProcess, start_fork_server
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+if __name__ == "__main__":
+    start_fork_server(1)
+    worker = ForkedProcess(time.tzset, ["tzset"], dict(os.environ), Path({str(tmp_path / "log")!r}))
+    while worker.poll() is None:
+        time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 _WATCH = """
 import os, signal, sys
 from pathlib import Path

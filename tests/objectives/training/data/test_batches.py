@@ -1,5 +1,7 @@
 """Training with a DataLoader equals training from memory, for any number of loader processes."""
 
+from multiprocessing.reduction import ForkingPickler
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +162,19 @@ def test_an_error_of_augmentation_is_one_line_with_its_location(objective_with, 
     with pytest.raises(ObjectiveError, match=r"test_batches.py:\d+: RuntimeError: mat1 and mat2") as caught:
         _fit(objective_with(augment=lambda *_: augment), workers)
     assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_cannot_be_sent_ends_the_training(wine, monkeypatch):
+    """Docker's default for /dev/shm has 64 MB. Without the error, the training would wait forever."""
+
+    def fail(_tensor):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setitem(ForkingPickler._extra_reducers, torch.Tensor, fail)
+    with pytest.raises(
+        ObjectiveError, match=r"^a batch cannot be sent .* \(28\); enlarge /dev/shm, such as with docker"
+    ):
+        _fit(wine, 2)
 
 
 def test_an_error_while_augment_is_created_is_reported(objective_with):

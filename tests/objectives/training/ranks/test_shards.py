@@ -1,6 +1,7 @@
 """Sharded checkpoints: resume on any number of ranks, and rejection of incomplete ones."""
 
 import dataclasses
+import io
 import logging
 import pathlib
 import pickle
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hpsearch import Trainer
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import LocalSession, MidEpochAction, Verdict
-from hpsearch.objectives.training.strategies.shards import read_shards
+from hpsearch.objectives.training.strategies.shards import _MetadataUnpickler, read_shards
 from tests.objectives.training.ranks.support import AVERAGED, WideSides, on_ranks, outcome
 
 EPOCHS = 3
@@ -194,6 +195,11 @@ def test_the_metadata_of_a_sharded_checkpoint_names_only_files_of_its_folder(two
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(RuntimeError, match=r"shard '\.\./__._0\.distcp' is not in the folder of the metadata"):
         read_shards({"model": state["model"]}, folder)
+
+
+def test_the_metadata_of_python_3_13_can_be_read():
+    found = _MetadataUnpickler(io.BytesIO(b"cpathlib._local\nPosixPath\n(S'0000'\ntR.")).load()
+    assert found == pathlib.PosixPath("0000")
 
 
 def test_the_metadata_of_a_sharded_checkpoint_cannot_run_code(two, tmp_path):

@@ -1,0 +1,107 @@
+"""Outputs that other users can read get no secrets and no links with a token."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from hpsearch.search import console
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.private_output import find_exposure
+
+OTHER_UID = 65533
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def terminal() -> Iterator[IO[str]]:
+    """Yield a terminal that is not the controlling terminal of this process."""
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stream:
+        yield stream
+    os.close(master)
+
+
+def read_links(stream: IO[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what a console prints to a stream instead of ``link``."""
+    printed = []
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(console, "add_tokens", lambda text: f"{text}?token")
+    shown = PlainConsole()
+    monkeypatch.setattr(shown, "_write_buffer", lambda: printed.extend(each.text for each in shown._buffer))
+    shown.print("link")
+    return "".join(printed).strip()
+
+
+def test_a_terminal_of_the_user_gets_links_with_a_token(terminal: IO[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_exposure(terminal) is None
+    assert read_links(terminal, monkeypatch) == "link?token"
+
+
+@needs_root
+def test_a_terminal_of_another_user_gets_no_token(terminal: IO[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other user can place a link to the terminal at the path of the output."""
+    os.chown(terminal.fileno(), OTHER_UID, -1)
+    assert find_exposure(terminal) == f"the terminal belongs to uid {OTHER_UID}, who could read it"
+    assert read_links(terminal, monkeypatch) == "link"
+    code = "import sys; from hpsearch.search.private_output import find_exposure; sys.exit(find_exposure(sys.stdout))"
+    become_controlled = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0);"
+    for start, exit_code in (("", 1), (become_controlled, 0)):  # as `su` leaves the terminal to its owner
+        done = subprocess.run(
+            [sys.executable, "-c", start + code],
+            stdout=terminal,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=False,
+        )
+        assert done.returncode == exit_code
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_variables_for_colours_add_no_token_to_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with (tmp_path / "log").open("w") as stream:
+        assert read_links(stream, monkeypatch) == "link"
+
+
+@needs_root
+def test_a_pipe_of_another_user_is_exposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    os.chown(path, OTHER_UID, -1)
+    with os.fdopen(os.open(path, os.O_RDWR), "wb", buffering=0) as stream:
+        assert find_exposure(stream) == f"the output is a pipe of uid {OTHER_UID}, who could read it"
+        monkeypatch.setenv("SUDO_UID", str(OTHER_UID))
+        assert find_exposure(stream) is None
+        monkeypatch.setenv("SUDO_UID", "0")
+        os.chown(path, 65534, -1)
+        assert find_exposure(stream) is not None
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end), os.fdopen(write_end, "w") as stream:
+        os.chown(write_end, 65534, -1)  # of a user outside of the container
+        assert find_exposure(stream) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tell whether a file is open elsewhere")
+def test_a_file_that_was_opened_before_it_became_private_is_exposed(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.touch()
+    with path.open() as earlier:
+        path.chmod(0o600)
+        with path.open("w") as stream:
+            assert find_exposure(stream) == (
+                "another program has opened the output file, perhaps before it became private"
+            )
+            earlier.close()
+            assert find_exposure(stream) is None
+            stream.write("the lease has ended")
+    assert path.read_text()
