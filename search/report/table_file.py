@@ -36,11 +36,11 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
         ".json": lambda file: file.write(_format_json(table).encode()),
         ".parquet": lambda file: _with_one_type_per_column(table).to_parquet(file, index=False),
     }
-    if path.suffix not in writers:
+    if (suffix := path.suffix.lower()) not in writers:
         raise SearchError(f"--output {path}: unknown format; use a file name that ends in .csv, .json or .parquet")
     try:
         with replacement(path) as file:
-            writers[path.suffix](file)
+            writers[suffix](file)
     except OSError as error:
         raise SearchError(f"--output {path}: {error.strerror or error}; choose another file") from None
 
