@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-_OVERFLOW_UID = 65534  # of users that a container does not map, such as the one who started it
+_OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
 
 def find_exposure(stream: Any) -> str | None:

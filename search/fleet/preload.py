@@ -37,7 +37,9 @@ PRELOADED_MODULES = (
 _fleet = os.getppid()
 # This process must outlive a signal to all processes of a job, because it reports the workers' exit codes to the fleet.
 exit_on_signals(only_forked=True)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the fork server notices ends of workers by it
+signal.pthread_sigmask(
+    signal.SIG_UNBLOCK, [signal.SIGCHLD]
+)  # by this signal, the fork server detects the ends of workers
 with contextlib.suppress(OSError):
     os.setsid()
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
