@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hpsearch import TrainConfig, Trainer, load_objective
@@ -79,8 +80,9 @@ def _author():
 def test_the_environment_of_a_run_is_stored(wine, tmp_path):
     Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
     found = yaml.safe_load((tmp_path / "config.yaml").read_text())["environment"]
-    for library in ("torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer"):
+    for library in ("numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer"):
         assert found[library] == metadata.version(library)
+    assert found["torch"] == torch.__version__
     assert found["python"] == platform.python_version()
     assert (found["device"], found["device_name"], found["threads"]) == ("cpu", "cpu", 1)
     assert found["machine"] == platform.machine()

@@ -31,7 +31,9 @@ LR = FloatDistribution(0.0, 1.0)
 
 
 @pytest.mark.parametrize("key", [SPEC, FOLDER_NAME, EARLY_TERMINATION])
-@pytest.mark.parametrize("text", ['{"version": 1, "na', "[" * 5000, '{"finalists_of": {', "[" * 5000 + "]" * 5000])
+@pytest.mark.parametrize(
+    "text", ['{"version": 1, "na', "[" * 5000, '{"finalists_of": {', "[" * 100_000 + "]" * 100_000]
+)
 def test_a_damaged_study_can_be_listed_and_deleted(
     home: Path, storage: PostgresStorage, owner_url: str, capsys: pytest.CaptureFixture[str], key: str, text: str
 ) -> None:
