@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import stat
 from contextlib import suppress
 from typing import Any
@@ -50,12 +51,16 @@ def _find_exposure_of_file(descriptor: int, status: os.stat_result) -> str | Non
 
 def _is_open_elsewhere(descriptor: int) -> bool:
     """Return whether a file is also open otherwise; False if the file system or the platform cannot tell."""
-    with suppress(AttributeError, OSError):
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        except BlockingIOError:
-            return True
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # an open by another program meanwhile would end this process
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except (AttributeError, OSError):
+        return False
+    finally:
+        signal.signal(signal.SIGIO, before)
     return False
 
 

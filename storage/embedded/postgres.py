@@ -244,8 +244,10 @@ class EmbeddedPostgres:
                 break
         with contextlib.suppress(OSError, StorageError):  # the file system may have become read-only
             if (lock := try_lock(self.folder)) is not None:  # else another command starts a server
-                remove_socket_folder(self.folder, self.uid)
-                os.close(lock)
+                try:
+                    remove_socket_folder(self.folder, self.uid)
+                finally:
+                    os.close(lock)
         return server.pid
 
     def _wait_for_lock(self) -> int | None:
