@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
 from hpsearch.former_names import CURRENT_NAMES
+from hpsearch.standard_streams import find_broken_streams
 
 # Package names that differ from the name of their module.
 _PACKAGE_BY_MODULE = {
@@ -187,8 +190,9 @@ def keep_streams() -> Iterator[None]:
     """Restore stdout and stderr if user code closes them, or replaces them by objects that hpsearch cannot print to.
 
     Raises:
-        ObjectiveError: user code has closed files that it had not opened.
+        ObjectiveError: user code has closed file descriptors of hpsearch.
     """
+    is_closed = False
     kept = [
         (name, getattr(sys, name), os.dup(descriptor), descriptor)
         for descriptor, name in ((1, "stdout"), (2, "stderr"))
@@ -201,17 +205,29 @@ def keep_streams() -> Iterator[None]:
                 getattr(sys, name).flush()
             except Exception:  # closed, None, or an object without this method
                 if getattr(former, "closed", False):
-                    os.dup2(copy, descriptor)
+                    with suppress(OSError):  # the copy is closed too
+                        os.dup2(copy, descriptor)
                     setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115 stays open
                 else:
                     setattr(sys, name, former)
             try:
                 os.close(copy)
-            except OSError:
-                raise ObjectiveError(
-                    "the objective closes files that it has not opened, such as connections of hpsearch; remove the "
-                    "call, such as os.closerange"
-                ) from None
+            except OSError as error:
+                is_closed = is_closed or error.errno == errno.EBADF
+    if is_closed:
+        raise ObjectiveError(
+            "the objective closes file descriptors of hpsearch; remove calls such as os.closerange(3, 4096)"
+        )
+
+
+@contextmanager
+def keep_child_signals() -> Iterator[None]:
+    """Restore the default of SIGCHLD if user code ignores it: no process could read the exit codes of its children."""
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager
@@ -245,10 +261,17 @@ def wrap_training_errors(what: str) -> Iterator[None]:
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        is_output_error = isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS
-        if is_output_error or is_out_of_memory(error) or _find_user_frame(error) is None:
+        if _is_output_error(error) or is_out_of_memory(error) or _find_user_frame(error) is None:
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
+
+
+def _is_output_error(error: Exception) -> bool:
+    """Return whether an error is of a full disk or a closed output, and not of the objective's own files and pipes."""
+    if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
+        return False
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return not _is_user_file(innermost.filename, None) or bool(find_broken_streams())
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from hpsearch.objectives.errors import (
     format_path,
     format_user_error,
     get_message,
+    keep_child_signals,
     keep_recursion_limit,
     keep_streams,
     suggest_names,
@@ -83,7 +84,7 @@ def _create(cls: type[BaseObjective]) -> BaseObjective:
             "and a LoopObjective needs suggest and run"
         )
     try:
-        with keep_recursion_limit(), keep_streams():
+        with keep_recursion_limit(), keep_child_signals(), keep_streams():
             objective = cls()
     except KeyboardInterrupt:
         raise
@@ -226,7 +227,7 @@ def _import_module(name: str) -> ModuleType:
 @contextmanager
 def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
-        with keep_recursion_limit(), keep_streams():
+        with keep_recursion_limit(), keep_child_signals(), keep_streams():
             yield
         if not isinstance(json.dumps({}), str):
             raise ObjectiveError(

@@ -1,4 +1,4 @@
-"""Whether other users can read what this process writes to a stream."""
+"""Detection of outputs that other users can read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import fcntl
 import os
 import signal
 import stat
+import tempfile
+import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+_NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # which ipykernel gives to the programs that it starts
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
 
 def find_exposure(stream: Any) -> str | None:
-    """Return how other users can read the output of a stream; None if they cannot, as far as it is known.
+    """Return the reason why other users can read the output of a stream, or None if no reason is found.
 
     The shell opens the output, perhaps by a link of another user, before the command starts.
     """
@@ -22,21 +26,15 @@ def find_exposure(stream: Any) -> str | None:
         status = os.fstat(descriptor)
     except (OSError, ValueError, AttributeError):  # closed, or no file
         return None
-    is_own = status.st_uid in _list_trusted_users()
     if stat.S_ISREG(status.st_mode):
         return _find_exposure_of_file(descriptor, status)
+    if os.environ.get(_NOTEBOOK_VARIABLE) and (stat.S_ISFIFO(status.st_mode) or os.isatty(descriptor)):
+        return "the notebook that runs this command saves its output"
     if stat.S_ISFIFO(status.st_mode):
-        is_own = is_own or (status.st_uid == _OVERFLOW_UID and _is_anonymous(status))
-        return None if is_own else f"the output is a pipe of uid {status.st_uid}, who could read it"
-    if os.isatty(descriptor) and not is_own and not _is_controlling_terminal(descriptor):
+        return _find_exposure_of_pipe(status)
+    if os.isatty(descriptor) and not _is_trusted(status.st_uid) and not _is_controlling_terminal(descriptor):
         return f"the terminal belongs to uid {status.st_uid}, who could read it"
     return None
-
-
-def _list_trusted_users() -> set[int]:
-    """Return this user, root, and the user who has started this command with sudo."""
-    caller = os.environ.get("SUDO_UID", "")
-    return {0, os.geteuid(), *([int(caller)] if caller.isdecimal() else [])}
 
 
 def _find_exposure_of_file(descriptor: int, status: os.stat_result) -> str | None:
@@ -45,23 +43,50 @@ def _find_exposure_of_file(descriptor: int, status: os.stat_result) -> str | Non
     if status.st_mode & 0o077:
         return f"other users can open the output file (mode {stat.S_IMODE(status.st_mode):04o})"
     if _is_open_elsewhere(descriptor):
-        return "another program has opened the output file, perhaps before it became private"
+        return "another program, or a second redirection, has the output file open, perhaps since it was not private"
     return None
 
 
+def _find_exposure_of_pipe(status: os.stat_result) -> str | None:
+    is_anonymous = _is_anonymous(status)
+    if not _is_trusted(status.st_uid) and not (is_anonymous and status.st_uid == _OVERFLOW_UID):
+        return f"the output is a pipe of uid {status.st_uid}, who could read it"
+    if not is_anonymous and status.st_mode & 0o044:
+        return f"other users can open the output, a named pipe (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _is_trusted(uid: int) -> bool:
+    """Return whether a user is this one, root, or the user of sudo."""
+    return uid in (0, os.geteuid()) or os.environ.get("SUDO_UID") == str(uid)
+
+
 def _is_open_elsewhere(descriptor: int) -> bool:
-    """Return whether a file is also open otherwise; False if the file system or the platform cannot tell."""
+    """Return whether a file is also open otherwise; False if the platform or the file system has no leases."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # an open by another program meanwhile would end this process
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except BlockingIOError:
-        return True
+        return not _can_lease(descriptor) and _has_leases(descriptor)
     except (AttributeError, OSError):
         return False
     finally:
         signal.signal(signal.SIGIO, before)
-    return False
+
+
+def _can_lease(descriptor: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+def _has_leases(descriptor: int) -> bool:
+    """Return whether the file system of a file grants leases; NFS refuses them as if the file was open elsewhere."""
+    with tempfile.TemporaryFile(dir=Path(f"/proc/self/fd/{descriptor}").readlink().parent) as file:
+        return _can_lease(file.fileno())
 
 
 def _is_anonymous(status: os.stat_result) -> bool:
@@ -75,7 +100,7 @@ def _is_anonymous(status: os.stat_result) -> bool:
 
 
 def _is_controlling_terminal(descriptor: int) -> bool:
-    """Return whether a terminal is the one in which this process was started, also by `su`, which keeps its owner."""
+    """Return whether a terminal controls the session of this process; `su` does not change the terminal's owner."""
     with suppress(OSError):
         return os.tcgetpgrp(descriptor) > 0
     return False

@@ -66,9 +66,12 @@ def find_home(value: str | None = None) -> Path:
         StorageError: see `prepare_home`.
     """
     home = resolve_home(value)
-    with suppress(OSError, ValueError):  # which `prepare_home` explains, such as a missing permission
-        if not os.path.lexists(home):
-            return home
+    try:
+        home.lstat()
+    except FileNotFoundError:
+        return home
+    except (OSError, ValueError):
+        pass  # `prepare_home` raises the error with its remedy
     return prepare_home(value)
 
 

@@ -124,6 +124,7 @@ def test_allowed_imports_are_accepted() -> None:
 
 # Of src/hpsearch.
 MODULES = (
+    "standard_streams",
     "causes",
     "changeable_paths",
     "cuda_library",

@@ -96,7 +96,7 @@ class LoopTrial:
         self._epoch: int | None = None  # the current epoch, until it is reported
         self._started = 0.0
         self._is_in_epoch = False
-        self._report_lock = threading.Lock()  # several threads may report the same epoch; only the first succeeds
+        self._report_lock = threading.RLock()  # several threads may report the same epoch; only the first succeeds
         self.failure: BaseException | None = None  # ends the trial even if the loop catches the error of `report`
 
     @property

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
@@ -25,6 +25,7 @@ from hpsearch.search.process.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNAV
 from hpsearch.search.process.signals import ignore_stop_signals
 from hpsearch.search.secret_files import read_secret_files
 from hpsearch.search.spec.kinds import rephrase_error
+from hpsearch.standard_streams import find_broken_streams
 from hpsearch.storage.errors import FULL_DISK_ERRORS
 
 COMMANDS = (
@@ -56,29 +57,21 @@ def main(arguments: list[str] | None = None) -> None:
         code = run_command(given)
         sys.stdout.flush()
     except OSError as error:
-        broken = [stream for stream in (sys.stdout, sys.stderr) if _is_broken(stream)]
-        is_closed = isinstance(error, BrokenPipeError) or error.errno == errno.EIO  # its reader or terminal has ended
-        if not broken and not is_closed and error.errno not in FULL_DISK_ERRORS:  # an output without a buffer
+        broken = find_broken_streams()
+        is_closed = bool(broken) and error.errno in (errno.EPIPE, errno.EIO)  # its reader or terminal has ended
+        if not broken and error.errno not in {*FULL_DISK_ERRORS, errno.EIO}:  # an output without a buffer
             raise
         code = EXIT_DONE if is_closed else EXIT_UNAVAILABLE
         if sys.stderr not in broken and not is_closed:
             target = "the output" if error.filename is None else repr(error.filename)
-            echo(f"hpsearch: {target} cannot be written ({error.strerror})", err=True)
+            use = "read or written" if error.errno == errno.EIO else "written"
+            echo(f"hpsearch: {target} cannot be {use} ({error.strerror})", err=True)
         for stream in broken:  # otherwise the interpreter reports the unwritten rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if given[:1] == ["worker"]:  # engines depend on its exit code
         ignore_stop_signals()
     gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
-
-
-def _is_broken(stream: TextIO) -> bool:
-    """Return whether text cannot be written to a stream, for example because its disk is full."""
-    try:
-        stream.flush()  # repeats the write that failed
-    except (OSError, ValueError):
-        return True
-    return False
 
 
 def _print_traceback(*error: Any) -> None:
@@ -113,6 +106,8 @@ def run_command(arguments: list[str]) -> int:
         echo("hpsearch: interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        if not find_broken_streams():
+            raise
         return 0
     except UnicodeEncodeError as error:  # files may have such names, but names of studies may not
         if error.reason != "surrogates not allowed":

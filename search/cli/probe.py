@@ -212,19 +212,21 @@ class ObjectiveProcess:
             sys.exit(EXIT_UNAVAILABLE)  # after an internal error, whose traceback the process has printed
         return cast("Result", result)
 
-    def _wait(self) -> int:
+    def _wait(self) -> int | None:
+        """Wait for the end of the process, and return its exit code; None if code of the objective has read it."""
         assert self._pid is not None
-        status = 0
-        with contextlib.suppress(ChildProcessError):  # code of the objective ignores SIGCHLD, or has waited for it
+        status = None
+        with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self._pid, 0)
         self._pid = None
         with contextlib.suppress(OSError):  # code of the objective has closed it
             self._connection.close()
-        return os.waitstatus_to_exitcode(status)
+        return None if status is None else os.waitstatus_to_exitcode(status)
 
-    def _describe_end(self, code: int) -> str:
-        how, remedy = f"exit code {code}", "remove the call that ends the process, such as os._exit"
-        if code < 0:
+    def _describe_end(self, code: int | None) -> str:
+        how = "unknown exit code" if code is None else f"exit code {code}"
+        remedy = "remove the call that ends the process, such as os._exit"
+        if code is not None and code < 0:
             how = signal.Signals(-code).name
             remedy = f"trace it with: python -X faulthandler -m {format_command('smoke', self._reference)}"
         if code == -signal.SIGKILL:

@@ -337,4 +337,4 @@ def _require_private_output() -> None:
     from hpsearch.search.private_output import find_exposure
 
     if (exposure := find_exposure(sys.stdout)) is not None:
-        raise SearchError(f"{exposure}; remove it, and run: (umask 077; hpsearch secrets > .env)")
+        raise SearchError(f"{exposure}; remove an existing .env, and run: (umask 077; hpsearch secrets > .env)")

@@ -37,9 +37,8 @@ PRELOADED_MODULES = (
 _fleet = os.getppid()
 # This process must outlive a signal to all processes of a job, because it reports the workers' exit codes to the fleet.
 exit_on_signals(only_forked=True)
-signal.pthread_sigmask(
-    signal.SIG_UNBLOCK, [signal.SIGCHLD]
-)  # by this signal, the fork server detects the ends of workers
+# The fork server detects exits of workers by SIGCHLD, which the program may block.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 with contextlib.suppress(OSError):
     os.setsid()
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):

@@ -1,4 +1,4 @@
-"""Processes that an hpsearch process starts, or that code of the objective leaves: how they end."""
+"""Functions that shield, bind and kill the child processes of hpsearch processes."""
 
 from __future__ import annotations
 

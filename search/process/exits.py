@@ -1,4 +1,4 @@
-"""Exit codes of hpsearch processes, and their exit although threads and processes of user code are left."""
+"""Exit codes, and the forced exit of a process in which threads or processes of user code still run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpsearch.objectives.private_folders import remove_temporary_folders
+from hpsearch.standard_streams import write_to_stderr
 
 # Engines restart workers after exit codes 1 and 143, never after 0, 2 or 3.
 EXIT_DONE = 0  # worker: the budget is spent, or the study is stopped
@@ -88,9 +89,7 @@ def report_foreign_exits() -> Iterator[None]:
             caller = ""
         if os.getpid() == own and not caller.startswith(("hpsearch.", "multiprocessing.", "__main__")):
             remove_temporary_folders()
-            fault = f"hpsearch: {caller} has ended the process with os._exit({status}); remove the call\n"
-            with contextlib.suppress(OSError):
-                os.write(2, fault.encode())
+            write_to_stderr(f"hpsearch: {caller} has ended the process with os._exit({status}); remove the call\n")
             status = status or EXIT_UNAVAILABLE
         end(status)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ from types import FrameType
 
 from hpsearch.search.process.children import shield_children
 from hpsearch.search.process.exits import EXIT_INTERRUPTED, report_exit, run_at_end
+from hpsearch.standard_streams import write_to_stderr
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end a command
 
@@ -68,8 +68,7 @@ def stop_on_signals(
         received.append(number)
         stop.set()
         if is_first and message:  # not logged: the signal may have interrupted the logger
-            with contextlib.suppress(OSError):
-                os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
+            write_to_stderr(f"{signal.Signals(number).name}: {message}\n")
         (kill if received.count(signal.SIGINT) > 1 else request)()
 
     if threading.current_thread() is threading.main_thread():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,8 +57,9 @@ def _format_card(evidence: Evidence, address: str) -> list[str]:
 
 def _format_loading(evidence: Evidence, address: str) -> str:
     if not evidence.weights_only:
-        verified = f'hpsearch.load_model("{address.removeprefix("models:/")}")'
-        call = f'mlflow.pytorch.load_model("{address}")'
+        # Quoted, because other tools register models of any name.
+        verified = f"hpsearch.load_model({json.dumps(address.removeprefix('models:/'))})"
+        call = f"mlflow.pytorch.load_model({json.dumps(address)})"
         source = evidence.export_source
         served = (
             f"It is the module that {format_markdown_code(source)} returned, not the trained model. " if source else ""

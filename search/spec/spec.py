@@ -72,6 +72,13 @@ def _parse_study_names(given: Any) -> Any:
     return names
 
 
+def _check_objective(reference: str) -> str:
+    """Reject an objective that would be an option in a suggested command."""
+    if reference.startswith("-"):
+        raise ValueError(f"OBJECTIVE {reference!r} begins with '-'; give the path of a file as ./{reference}")
+    return normalize_reference(reference)
+
+
 def _resolve_folder(given: Any, info: ValidationInfo) -> Any:
     """Return a local folder as an absolute path, because workers may start in another folder."""
     if not isinstance(given, str | Path):
@@ -146,7 +153,7 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: Annotated[str, AfterValidator(normalize_reference)] = Field(min_length=1, description=OBJECTIVE_HELP)
+    objective: Annotated[str, AfterValidator(_check_objective)] = Field(min_length=1, description=OBJECTIVE_HELP)
     metric: str = Field(min_length=1, description="Validation metric to optimize")
     direction: Direction = Field(description="maximize or minimize")
     directions: Annotated[dict[str, Direction] | None, BeforeValidator(parse_directions)] = Field(

@@ -266,7 +266,11 @@ class StoredStudy:
             pruner=self.spec.pruner.build(),
         )
         if found._study_id != self.study_id:
-            raise SearchError(f"another study has got the name {self.spec.name!r}; repeat the command")
+            name, other = self.spec.name, found._study_id
+            raise SearchError(
+                f"the name {name!r} now belongs to the study with the id {other} instead of {self.study_id}; "
+                "repeat the command"
+            )
         return found
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
@@ -327,7 +331,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
 def load_study_by_id(storage: PostgresStorage, study_id: int) -> StoredStudy:
     """Return the stored study with this id.
 
-    Every worker's database role could give a name that a command has read to another study.
+    A name may lead to another study in each read, because every worker's database role can rename studies.
 
     Raises:
         SearchError: the study does not exist, was renamed, or was not created by hpsearch.
@@ -339,7 +343,7 @@ def load_study_by_id(storage: PostgresStorage, study_id: int) -> StoredStudy:
         raise SearchError(f"the study with the id {study_id} was deleted; repeat the command") from None
     study = load_study(storage, name)
     if study.study_id != study_id:
-        raise SearchError(f"the study with the id {study_id} has lost its name {name!r}; repeat the command")
+        raise SearchError(f"the study with the id {study_id} no longer has the name {name!r}; repeat the command")
     return study
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from hpsearch.standard_streams import open_standard_streams, write_to_stderr
+
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
 _HANDLING_SECONDS = 3.0  # after which a signal counts as not handled
@@ -22,6 +23,8 @@ _MAX_SIGNALS = 4096  # read at once
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
+    if sys.flags.inspect and os.environ.pop("PYTHONINSPECT", None) is not None:  # Python would not exit with the code
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again
     umask = os.umask(0o077)  # if all users could write new files, they could change compiled modules
     os.umask(umask if umask & 0o002 else umask | 0o022)
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
@@ -30,7 +33,8 @@ def main() -> None:
     open_standard_streams()
     os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
     interrupt = make_interrupt_handler()
-    # ./hpsearch blocks SIGINT. If the caller blocks or ignores SIGCHLD, ends of processes are not noticed.
+    # ./hpsearch blocks SIGINT. If the caller blocks or ignores SIGCHLD, this process
+    # cannot read the exit codes of its children.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGCHLD])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     from hpsearch.cuda_library import load_cuda_library
@@ -56,7 +60,7 @@ def main() -> None:
     except MemoryError as error:  # a traceback needs memory too
         if str(error):  # an array that is too large
             raise
-        os.write(2, b"hpsearch: not enough memory; end other programs, or raise the limit of memory\n")
+        write_to_stderr("hpsearch: not enough memory; end other programs, or raise the limit of memory\n")
         os._exit(1)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
@@ -129,8 +133,7 @@ def _repeat_lost_interrupt(error: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(error)
         return
     message = f"hpsearch: ignored {error.exc_type.__name__} in {error.object!r}: {error.exc_value}"
-    with contextlib.suppress(OSError):
-        os.write(2, f"{' '.join(message.split())}\n".encode())
+    write_to_stderr(f"{' '.join(message.split())}\n")
 
 
 def _repeat_signal(number: int) -> None:
@@ -149,38 +152,8 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-def open_standard_streams() -> None:
-    """Make the standard streams usable by all commands.
-
-    The null device replaces closed streams, which other files would replace otherwise, and files that were opened the
-    wrong way: a shell script that starts hpsearch may itself have become a closed stream. The output shows characters
-    that its encoding lacks as escapes.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        if not _is_usable(descriptor):
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, descriptor)
-            os.set_inheritable(descriptor, True)  # dup2 does not do this if both are equal
-            if null != descriptor:
-                os.close(null)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115 stays open
-    with contextlib.suppress(OSError):  # a pipe that was opened for appending
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # stderr has this by default
-
-
-def _is_usable(descriptor: int) -> bool:
-    """Return whether a standard stream is open, and for reading (stdin) or writing (others)."""
-    try:
-        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
-    except OSError:
-        return False
-    return mode != (os.O_WRONLY if descriptor == 0 else os.O_RDONLY)
-
-
 def _exit_interrupted(*_: object) -> NoReturn:
-    with contextlib.suppress(OSError):  # a closed stream
-        os.write(2, b"hpsearch: interrupted\n")
+    write_to_stderr("hpsearch: interrupted\n")
     os._exit(_EXIT_INTERRUPTED)
 
 

@@ -287,7 +287,7 @@ def rewrite_mlflow_urls(studies: Any, mlflow: Any | None, *, tracking_uri: str, 
 
 
 def list_study_folders(studies: Any) -> set[str]:
-    """Return the names of the folders of all studies, with those that studies without a valid attribute would have."""
+    """Return the stored and the default names of the folders of all studies."""
     studies.execute("SELECT value_json FROM study_user_attributes WHERE key = %s", (FOLDER_NAME,))
     stored = {str(decode_attr(value)) for (value,) in studies.fetchall()}
     studies.execute("SELECT study_name, study_id FROM studies")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
-from hpsearch.storage.database.schema import OPTUNA_VERSION_TABLE, REVISION_TABLES
+from hpsearch.storage.database.schema import OPTUNA_VERSION_TABLE, REVISION_TABLES, STUDY_IDS_TABLE
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.urls import DRIVER, normalise_url
 
@@ -107,8 +107,8 @@ def create_databases(
 def grant_workers(cursor: Any, named: Collection[str] = ()) -> None:
     """Grant roles of workers read and write access to the tables of the connected owner, future tables included.
 
-    Workers can only read the tables with the revisions of the schema. Where one user is both owner and worker, no role
-    needs a grant.
+    Workers can only read the tables with the revisions of the schema and with the ids of studies. Where one user is
+    both owner and worker, no role needs a grant.
 
     Args:
         cursor: cursor of the owner, in the database.
@@ -140,7 +140,7 @@ def grant_workers(cursor: Any, named: Collection[str] = ()) -> None:
         cursor.execute(sql.SQL(_GRANT).format(**names))
         if can_grant_connect:
             cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {database} TO {role}").format(**names))
-    _protect_revisions(cursor)
+    _protect_owner_tables(cursor)
 
 
 _GRANT = """
@@ -152,8 +152,11 @@ _GRANT = """
 """
 
 
-def _protect_revisions(cursor: Any) -> None:
-    """Let only the owner change the revisions; new tables have the default privileges of roles of earlier calls."""
+def _protect_owner_tables(cursor: Any) -> None:
+    """Let only the owner change the revisions and the ids of studies.
+
+    New tables have the default privileges of the roles of earlier calls.
+    """
     cursor.execute(
         """
         SELECT DISTINCT c.oid::regclass::text, CASE grantee WHEN 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END
@@ -161,7 +164,7 @@ def _protect_revisions(cursor: Any) -> None:
          WHERE c.oid = ANY(%s::regclass[]::oid[]) AND pg_has_role(c.relowner, 'USAGE')
            AND grantee <> c.relowner AND privilege_type IN ('INSERT', 'UPDATE', 'DELETE')
         """,
-        ([*REVISION_TABLES, OPTUNA_VERSION_TABLE],),
+        ([*REVISION_TABLES, OPTUNA_VERSION_TABLE, STUDY_IDS_TABLE],),
     )
     for table, grantee in cursor.fetchall():
         cursor.execute(f"REVOKE INSERT, UPDATE, DELETE ON {table} FROM {grantee}")

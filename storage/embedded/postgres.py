@@ -237,18 +237,24 @@ class EmbeddedPostgres:
     def stop(self) -> int | None:
         """Disconnect the clients and stop the server; return its process id, or None if no server was running."""
         if (server := self.find_process()) is None:
+            self._remove_socket_folder()
             return None
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):  # fast shutdown, immediate shutdown, kill
             process.send_signal([server], number)
             if process.wait_for_exit([server], timeout=_STOP_TIMEOUT):
                 break
-        with contextlib.suppress(OSError, StorageError):  # the file system may have become read-only
+        self._remove_socket_folder()
+        return server.pid
+
+    def _remove_socket_folder(self) -> None:
+        """Remove the temporary folder of the socket, which a killed server leaves too."""
+        with contextlib.suppress(OSError, StorageError):  # such as a read-only file system
+            uid = self.uid
             if (lock := try_lock(self.folder)) is not None:  # else another command starts a server
                 try:
-                    remove_socket_folder(self.folder, self.uid)
+                    remove_socket_folder(self.folder, uid)
                 finally:
                     os.close(lock)
-        return server.pid
 
     def _wait_for_lock(self) -> int | None:
         """Wait for the lock and return its descriptor; None if a running server of this folder holds the lock."""

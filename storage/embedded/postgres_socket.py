@@ -50,7 +50,7 @@ def prepare_socket_folder(folder: Path, account: Account) -> Path:
     data, record = folder / "data", folder / "socket"
     if (sockets := find_socket_folder(folder)) != data:
         with suppress(OSError):  # it exists
-            sockets.mkdir(0o700)  # the same again, because workers that wait for the server have its path
+            sockets.mkdir(0o700)  # the same path, which is in the URLs of waiting workers
             account.take_over(sockets)
         if _is_private(sockets, account.uid) and _can_have_socket(sockets):
             return sockets

@@ -8,6 +8,7 @@ a location.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -71,7 +72,7 @@ def check_removable(location: str, uri: str) -> None:
     if not is_configured(uri) and find_token(uri) is None:  # neither configured nor a running embedded server
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is not used, because only the study names this MLflow server; if "
-            f"you trust it, give --tracking-uri {uri}"
+            f"you trust it, give --tracking-uri {shlex.quote(uri)}"
         )
 
 

@@ -122,7 +122,7 @@ class Claims:
             return StudyStopped(study.stopped)
         if lost := end_lost_attempts(connection, self._study_id, retries=study.retries, back_at=self._back_at):
             return lost
-        chosen = self._queue.choose(connection, study, open_new=open_new)
+        chosen = self._queue.choose_next(connection, study, open_new=open_new)
         if isinstance(chosen, PrunedTrial | NoTrialAvailable):
             return chosen
         arguments = {

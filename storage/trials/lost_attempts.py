@@ -65,7 +65,8 @@ def end_lost_attempts(
             finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
         elif fail:
             causes = f" ({row.causes})" if row.causes else ""
-            reason = f"lost its worker {row.worker}; {row.attempts} attempts without progress{causes}"
+            attempts = "1 attempt" if row.attempts == 1 else f"{row.attempts} attempts"
+            reason = f"lost its worker {row.worker}; {attempts} without progress{causes}"
             finishing.finish_attempt(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
             return RetriesExhausted(row.trial_id, row.number, row.attempt, reason)
     return None

@@ -1,4 +1,4 @@
-"""The order in which the trials of a study are trained: which trial the next claim takes, under the study's lock."""
+"""Selection of the next trial of a study. The caller holds the study's lock."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class TrialQueue:
         """Lock the study, and return its budget, retries and stop request; None if the study was deleted."""
         return connection.execute(claim_sql.LOCK_STUDY, {"study": self.study_id}).one_or_none()
 
-    def choose(
+    def choose_next(
         self, connection: sa.Connection, study: sa.Row[Any], *, open_new: bool
     ) -> NextTrial | PrunedTrial | NoTrialAvailable:
-        """Return the trial to train next; or prune one trial that cannot continue; or return that there is none.
+        """Return the next trial, a trial that this call has pruned, or that there is none.
 
         Args:
             connection: transaction that holds the lock of the study.
@@ -59,32 +59,32 @@ class TrialQueue:
         """
         row = self._read_candidates(connection, study.n_trials)
         spending = self._read_spending(connection)
-        room = spending is None or spending.has_budget_for_epoch(row.running)
-        why = "timeout reached" if spending is None or not spending.is_exhausted else spending.exhausted_reason
-        may_open = open_new and room and row.total - row.enqueued < row.opens
+        has_room = spending is None or spending.has_budget_for_epoch(row.running)
+        reason = "timeout reached" if spending is None or not spending.is_exhausted else spending.exhausted_reason
+        can_open = open_new and has_room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
-        if trial_id is not None and spending is not None and not room and not self._is_trained(connection, trial_id):
-            if row.running == 0:
-                return self._prune_cut(connection, trial_id, spending)
+        if trial_id is not None and not has_room and not self._is_trained(connection, trial_id):
+            if row.running == 0 and spending is not None:
+                return self._prune_out_of_budget(connection, trial_id, spending)
             trial_id = None  # the running trials may not use the whole rest of the budget
-        is_over = not may_open and row.running == 0
+        is_over = not can_open and row.running == 0
         if trial_id is None and self.rungs is not None and self.rungs.decide is not None:
             trial_id, rung = self._find_member(connection, self.rungs, is_ended=is_over) or (None, None)
         elif trial_id is None and self.rungs is not None:
-            if open_new and room:
+            if open_new and has_room:
                 steps = {
                     "epochs_left": spending and spending.epochs_left,
-                    "may_start": may_open,
+                    "may_start": can_open,
                     "running": row.running,
                 }
                 step = plan_next_step(connection, self.study_id, self.rungs, **steps)
-                may_open = step.can_start
+                can_open = step.can_start
                 trial_id, rung = step.waiting or (None, None)
-            if trial_id is None and (
-                retired := self._prune_at_rung(connection, self.rungs, n_trials=study.n_trials, over=is_over, why=why)
-            ):
-                return retired
-        if trial_id is None and not may_open:
+            if trial_id is None:
+                limits = {"n_trials": study.n_trials, "over": is_over, "why": reason}
+                if (retired := self._prune_at_rung(connection, self.rungs, **limits)) is not None:
+                    return retired
+        if trial_id is None and not can_open:
             return NoTrialAvailable(row.running)
         return NextTrial(trial_id or row.next_enqueued, rung)
 
@@ -93,7 +93,7 @@ class TrialQueue:
 
         Args:
             connection: connection with a transaction.
-            open_new: whether trials that were never started count, as in `choose`.
+            open_new: whether trials that were never started count, as in `choose_next`.
         """
         study = self.lock_study(connection)
         if study is None or study.stopped is not None:
@@ -101,12 +101,12 @@ class TrialQueue:
         row = self._read_candidates(connection, study.n_trials)
         at_rung = self.rungs is not None and has_waiting_trials(connection, self.study_id)
         spending = self._read_spending(connection)
-        room = spending is None or spending.has_budget_for_epoch(row.running)
-        waits = open_new and room and row.total - row.enqueued < row.opens
-        return bool(row.given_back or row.running or at_rung or waits)
+        has_room = spending is None or spending.has_budget_for_epoch(row.running)
+        has_new_trials = open_new and has_room and row.total - row.enqueued < row.opens
+        return bool(row.given_back or row.running or at_rung or has_new_trials)
 
     def has_budget_to_continue(self, connection: sa.Connection, trial_id: int, rung: int, n_trials: int) -> bool:
-        """Return whether the budget in epochs allows a trial that a rung promotes to continue, instead of better ones.
+        """Return whether the remaining epochs suffice for a promoted trial in addition to the better waiting ones.
 
         Args:
             connection: transaction that holds the lock of the study.
@@ -142,7 +142,7 @@ class TrialQueue:
         arguments = {"trial": trial_id, "epochs": self.metered_epochs}
         return bool(connection.execute(report_sql.HAS_ALL_EPOCHS, arguments).scalar())
 
-    def _prune_cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
+    def _prune_out_of_budget(self, connection: sa.Connection, trial_id: int, spending: Spending) -> PrunedTrial:
         """Prune a released trial because the budget is spent."""
         at = connection.execute(report_sql.SELECT_LAST_EPOCH, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
@@ -150,11 +150,12 @@ class TrialQueue:
         finishing.prune_waiting_trial(connection, trial_id, attrs={REASON: reason, BUDGET_CUT: True})
         return PrunedTrial(trial_id, at.number, at.attempt, reason, {}, is_out_of_budget=True)
 
-    def _prune_at_rung(
-        self, connection: sa.Connection, rungs: Rungs, *, n_trials: int, over: bool, why: str
-    ) -> PrunedTrial | None:
-        """Prune one trial that waits at a rung and cannot be promoted any more; None if there is no such trial."""
-        retired = find_next_to_prune(connection, self.study_id, rungs, n_trials=n_trials, over=over, why=why)
+    def _prune_at_rung(self, connection: sa.Connection, rungs: Rungs, **limits: Any) -> PrunedTrial | None:
+        """Prune one trial that waits at a rung and cannot be promoted any more; None if there is no such trial.
+
+        `limits` are those of `find_next_to_prune`.
+        """
+        retired = find_next_to_prune(connection, self.study_id, rungs, **limits)
         if retired is not None:
             attrs = {REASON: retired.reason, PRUNING: retired.decision}
             finishing.prune_waiting_trial(connection, retired.trial_id, attrs=attrs)

@@ -25,8 +25,9 @@ METRICS_TOKEN_FILE = "metrics-token"  # noqa: S105 the name of a file
 _CREATORS = {TOKEN_FILE: "up", METRICS_TOKEN_FILE: "serve metrics"}  # commands
 TOKEN_PARAMETER = "token"  # noqa: S105 the name of a query parameter
 
-# It ends where a terminal may end a link, and before a second address, which must not get the token.
-_LINK = re.compile(r"http://127\.0\.0\.1:\d+(?:(?!://)[\w/#?&=.%+~:@,;-])*", re.ASCII)
+# It begins after a space, because it could be the parameter of a link to another server, which would get the token. It
+# ends where a terminal may end a link, and before a second address.
+_LINK = re.compile(r"(?<!\S)http://127\.0\.0\.1:\d+(?:(?!://)[\w/#?&=.%+~:@,;-])*", re.ASCII)
 
 
 def load_or_create_token(home: Path, file: str = TOKEN_FILE) -> str:

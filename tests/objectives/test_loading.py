@@ -97,6 +97,20 @@ def test_an_objective_may_change_the_working_directory(write, tmp_path, monkeypa
     assert objective_reference("mine.py") == f"{tmp_path / 'mine.py'}:Mine"
 
 
+def test_an_objective_that_ignores_the_ends_of_processes_hides_no_exit_code(write):
+    write("mine.py", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + GOOD.format(name="Mine"))
+    load_objective("mine.py")
+    assert subprocess.run(["false"], check=False).returncode == 1
+
+
+def test_an_error_of_an_objective_that_closes_files_is_reported(write):
+    code = "import os; os.closerange(3, 4096); raise {error}\n"
+    write("mine.py", code.format(error="ValueError"))
+    program = "from hpsearch import load_objective; load_objective('mine.py')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "mine.py:1: ValueError" in ended.stderr.splitlines()[-1]
+
+
 def test_a_module_of_the_current_directory_loads(write):
     write("pack/__init__.py", "")
     write("pack/inner.py", GOOD.format(name="Inner"))

@@ -36,6 +36,10 @@ def test_commands_about_services_create_no_home(tmp_path: Path, capsys: pytest.C
     assert f"not set up yet in '{home}'" in capsys.readouterr().out
     assert run_command(["down", "--home", str(home)]) == 0
     assert not home.exists()
+    (tmp_path / "file").touch()
+    for command in ("status", "down"):
+        assert run_command([command, "--home", str(tmp_path / "file" / "home")]) == 2
+        assert "cannot be created" in capsys.readouterr().err
 
 
 def test_the_home_is_created_with_parents_for_its_owner_only(tmp_path: Path) -> None:

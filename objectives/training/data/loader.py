@@ -147,16 +147,20 @@ def _load_ahead(
 def _start_worker(bind: Callable[[], None], seed: int, worker: int) -> None:
     bind()
     set_seed(seed, "worker", worker)
-    queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]  # private
+    if (queue := sys._getframe(1).f_locals.get("data_queue")) is not None:  # of the caller, torch's `_worker_loop`
+        queue._on_queue_feeder_error = partial(_send_error, queue)
 
 
 def _send_error(queue: queues.Queue[Any], error: Exception, item: tuple[int, Any]) -> None:
     """Send an error instead of a batch that cannot be sent, for which the training would wait forever."""
     index, _ = item
     try:
-        fault, text = "a batch cannot be sent from a loader process", get_first_line(error)
-        if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:
-            text += "; enlarge /dev/shm, such as with docker run --shm-size 2g, or use num_workers=0"
-        raise ObjectiveError(f"{fault}: {text}")
+        text = get_first_line(error)
+        remedies = {
+            os.strerror(errno.ENOSPC): "enlarge /dev/shm, such as with docker run --shm-size 2g, or use num_workers=0",
+            os.strerror(errno.EMFILE): "raise the limit of open files (ulimit -n), or use a smaller num_workers",
+        }
+        text += "".join(f"; {remedy}" for cause, remedy in remedies.items() if cause in text)
+        raise ObjectiveError(f"a batch cannot be sent from a loader process: {text}")
     except ObjectiveError:
         queue.put((index, ExceptionWrapper(where="in a loader process")))  # type: ignore[no-untyped-call]

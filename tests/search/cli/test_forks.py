@@ -44,6 +44,11 @@ class Deaf(Wine):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+class Aborting(Deaf):
+    def data(self, seed):
+        os.abort()
+
+
 class Closing(Wine):
     def __init__(self):
         os.closerange(3, 4096)
@@ -140,7 +145,10 @@ def test_code_that_asks_the_user_fails_in_the_check() -> None:
 
 
 @pytest.mark.usefixtures("objective")
-@pytest.mark.parametrize(("name", "code", "fault"), [("Deaf", 0, ""), ("Closing", 2, "it has not opened")])
+@pytest.mark.parametrize(
+    ("name", "code", "fault"),
+    [("Deaf", 0, ""), ("Aborting", 2, "(SIGABRT)"), ("Closing", 2, "closes file descriptors of hpsearch")],
+)
 def test_code_that_changes_the_process_of_the_command(name: str, code: int, fault: str) -> None:
     command = ["run", f"wine.py:{name}", "--name", name, "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
     ended = subprocess.run([sys.executable, "-m", "hpsearch", *command], capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ def test_a_file_that_others_can_open_gets_no_secrets(tmp_path: Path, mode: int) 
         command = [sys.executable, "-m", "hpsearch", "secrets"]
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, file.read_text()) == (2, "")
-    assert f"(mode {mode:04o}); remove it, and run: (umask 077; hpsearch secrets > .env)" in done.stderr
+    assert f"(mode {mode:04o}); remove an existing .env, and run: (umask 077; hpsearch secrets > .env)" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

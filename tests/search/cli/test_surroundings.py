@@ -385,7 +385,7 @@ def test_a_worker_reports_a_stop_before_it_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", "0>/dev/zero 1</dev/zero 2</dev/zero"])
 def test_unusable_streams_are_replaced_by_the_null_device(tmp_path: Path, redirection: str) -> None:
     code = f"""
-from hpsearch.__main__ import open_standard_streams
+from hpsearch.standard_streams import open_standard_streams
 open_standard_streams()
 import os, sys
 with open({str(tmp_path / "file")!r}, "w") as file:
@@ -406,7 +406,9 @@ def test_a_full_stderr_does_not_change_the_exit_code() -> None:
 
 
 def test_the_output_shows_characters_that_its_encoding_lacks() -> None:
-    code = "from hpsearch.__main__ import open_standard_streams\nopen_standard_streams()\nprint('\\u00fc\\u4e2d')"
+    code = (
+        "from hpsearch.standard_streams import open_standard_streams\nopen_standard_streams()\nprint('\\u00fc\\u4e2d')"
+    )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "\\xfc\\u4e2d\n"

@@ -267,7 +267,7 @@ def test_a_forked_worker_can_use_loader_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_the_end_of_a_worker_is_noticed_although_the_program_blocks_signals(tmp_path: Path) -> None:
+def test_the_exit_of_a_worker_is_detected_if_the_program_blocks_sigchld(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, time
 from pathlib import Path

@@ -26,6 +26,7 @@ from hpsearch.storage.embedded.postgres import EmbeddedPostgres, make_database_u
 from hpsearch.storage.embedded.postgres_account import ensure_executable, find_account, make_postgres_folder
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.embedded.postgres_socket import SOCKET_PORT
+from hpsearch.storage.embedded.process import wait_until
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 from tests.storage.conftest import OrdinaryUser
 
@@ -132,8 +133,16 @@ def test_the_socket_is_in_a_private_temporary_folder_if_clients_cannot_use_the_p
             sockets = Path(server.get_host(SOCKET_PORT))
             assert _answers(server, SOCKET_PORT)
             assert (stat.S_IMODE(sockets.stat().st_mode), sockets.stat().st_uid) == (0o700, server.uid)
-            server.stop()
-            assert not sockets.exists()
+            for kill in (False, True):
+                if kill:
+                    server.start(None)
+                    process = server.find_process()
+                    assert process is not None
+                    process.kill()
+                    process.wait()
+                    assert wait_until(lambda: server.stop() is None and not sockets.exists(), timeout=60)
+                server.stop()
+                assert not sockets.exists()
             assert server.start(None) == SOCKET_PORT
             assert Path(server.get_host(SOCKET_PORT)) == sockets
             server.stop()

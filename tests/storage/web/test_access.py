@@ -313,6 +313,12 @@ def test_an_address_behind_one_of_the_stack_gets_no_token(stack: StackInfo, toke
     assert token in shown
 
 
+@pytest.mark.parametrize("prefix", ["http://evil.example/?u=", "https://evil.example/#", "evil.example?", "(", "\x07"])
+def test_an_address_in_another_link_gets_no_token(stack: StackInfo, token: str, prefix: str) -> None:
+    assert add_tokens(f"{prefix}{stack.tracking_uri}/") == f"{prefix}{stack.tracking_uri}/"
+    assert token in add_tokens(f"MLflow: {stack.tracking_uri}/")
+
+
 @pytest.mark.soak
 def test_mlflow_works_without_settings_in_a_program_that_knows_only_the_address(stack: StackInfo) -> None:
     program = "import mlflow, sys; mlflow.set_tracking_uri(sys.argv[1]); print(len(mlflow.search_experiments()))"

@@ -1,5 +1,7 @@
 """Training with a DataLoader equals training from memory, for any number of loader processes."""
 
+import multiprocessing
+import re
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -164,17 +166,36 @@ def test_an_error_of_augmentation_is_one_line_with_its_location(objective_with, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_cannot_be_sent_ends_the_training(wine, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        ("unable to allocate shared memory(shm): No space left on device (28)", "enlarge /dev/shm, such as"),
+        ("unable to open shared memory object: Too many open files (24)", "raise the limit of open files"),
+    ],
+)
+def test_a_batch_that_cannot_be_sent_ends_the_training(wine, monkeypatch, fault, remedy):
     """Docker's default for /dev/shm has 64 MB. Without the error, the training would wait forever."""
 
     def fail(_tensor):
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+        raise RuntimeError(fault)
 
     monkeypatch.setitem(ForkingPickler._extra_reducers, torch.Tensor, fail)
-    with pytest.raises(
-        ObjectiveError, match=r"^a batch cannot be sent .* \(28\); enlarge /dev/shm, such as with docker"
-    ):
+    with pytest.raises(ObjectiveError, match=rf"^a batch cannot be sent .*{re.escape(fault)}; {remedy}"):
         _fit(wine, 2)
+
+
+def test_a_queue_of_the_user_is_not_changed(objective_with, capfd):
+    """A loader process may have queues besides that of the batches."""
+    events = multiprocessing.get_context("fork").Queue()
+
+    def augment(x):
+        events.put(lambda: None)  # cannot be pickled
+        events.put("event")
+        return x
+
+    _fit(objective_with(augment=lambda *_: augment), 1)
+    assert events.get(timeout=60) == "event"
+    assert "pickle" in capfd.readouterr().err
 
 
 def test_an_error_while_augment_is_created_is_reported(objective_with):

@@ -159,6 +159,7 @@ def test_workers_of_a_fleet_do_not_trust_an_address_from_the_study(
 @pytest.fixture
 def netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Write credentials for localhost; restore MLflow's variables before `monkeypatch` restores those of a test."""
+    credentials.restore_client()  # an earlier test may have changed MLflow's variables
     file = tmp_path / "netrc"
     file.write_text("machine localhost login admin password geheim\n")  # of all ports of this host
     file.chmod(0o600)

@@ -131,9 +131,9 @@ def test_a_name_that_another_study_has_got_after_a_command_has_read_it_is_reject
         connection.execute(sa.text("UPDATE studies SET study_name = 'gone' WHERE study_name = 's'"))
     make_study(storage)
     assert load_study(storage, "s").study_id != study.study_id
-    with pytest.raises(SearchError, match="another study has got the name 's'; repeat the command"):
+    with pytest.raises(SearchError, match="the name 's' now belongs to the study with the id 2 instead of 1; repeat"):
         study.open()
-    with pytest.raises(SearchError, match="the study with the id 1 has lost its name 's'; repeat the command"):
+    with pytest.raises(SearchError, match="the study with the id 1 no longer has the name 's'; repeat the command"):
         load_study_by_id(storage, study.study_id)
     storage.drop_caches(study.study_id)
     with pytest.raises(SearchError, match="study 'gone' was renamed"):

@@ -1,0 +1,69 @@
+"""Errors of files and pipes of an objective are no end of the command's output."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpsearch.objectives.template import write_template
+from tests.waiting import wait_for
+
+_FAILING = """
+
+class Failing(Wine):
+    def step(self, model, batch, config):
+        raise BrokenPipeError(32, "Broken pipe") if {error} == 32 else OSError({error}, "failed")
+"""
+
+
+@pytest.mark.parametrize("error", [5, 32])
+@pytest.mark.parametrize("command", ["train", "smoke"])
+def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command: str, error: int) -> None:
+    """An ended helper process or a bad disk: before, the command ended without a message and with the exit code 0."""
+    write_template(tmp_path / "wine.py")
+    with (tmp_path / "wine.py").open("a") as file:
+        file.write(_FAILING.format(error=error))
+    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "home")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "hpsearch", command, "wine.py:Failing"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert f"wine.py:{len((tmp_path / 'wine.py').read_text().splitlines())}: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_ctrl_c_ends_a_command_whose_stderr_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4096)
+    code = "import time; from hpsearch.__main__ import _exit_interrupted as end; import signal; "
+    code += "signal.signal(signal.SIGINT, end); print(flush=True); time.sleep(1000)"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer)
+    assert command.stdout is not None
+    command.stdout.readline()
+    command.send_signal(signal.SIGINT)
+    wait_for(lambda: command.poll() is not None, "the end of the command")
+    assert command.returncode == 130
+    command.stdout.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_variable_that_keeps_the_interpreter_open_changes_no_exit_code() -> None:
+    environment = {**os.environ, "PYTHONINSPECT": "1"}
+    command = [sys.executable, "-m", "hpsearch", "run", "/missing.py"]
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
