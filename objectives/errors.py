@@ -270,6 +270,8 @@ def _is_output_error(error: Exception) -> bool:
     """Return whether an error is of a full disk or a closed output, and not of the objective's own files and pipes."""
     if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
         return False
+    if error.errno in (errno.EPIPE, errno.EIO):
+        return bool(find_broken_streams())
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     return not _is_user_file(innermost.filename, None) or bool(find_broken_streams())
 

@@ -28,13 +28,25 @@ def find_exposure(stream: Any) -> str | None:
         return None
     if stat.S_ISREG(status.st_mode):
         return _find_exposure_of_file(descriptor, status)
-    if os.environ.get(_NOTEBOOK_VARIABLE) and (stat.S_ISFIFO(status.st_mode) or os.isatty(descriptor)):
-        return "the notebook that runs this command saves its output"
     if stat.S_ISFIFO(status.st_mode):
         return _find_exposure_of_pipe(status)
     if os.isatty(descriptor) and not _is_trusted(status.st_uid) and not _is_controlling_terminal(descriptor):
         return f"the terminal belongs to uid {status.st_uid}, who could read it"
     return None
+
+
+def find_exposure_of_links(stream: Any) -> str | None:
+    """Return the reason why other users may read links in the output of a stream, or None if no reason is found."""
+    if os.environ.get(_NOTEBOOK_VARIABLE) and not _is_regular_file(stream):
+        return "the notebook that runs this command may save its output"
+    return find_exposure(stream)
+
+
+def _is_regular_file(stream: Any) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _find_exposure_of_file(descriptor: int, status: os.stat_result) -> str | None:
@@ -68,7 +80,7 @@ def _is_open_elsewhere(descriptor: int) -> bool:
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # an open by another program meanwhile would end this process
     try:
         return not _can_lease(descriptor) and _has_leases(descriptor)
-    except (AttributeError, OSError):
+    except (AttributeError, OSError):  # the platform or the file system has no leases
         return False
     finally:
         signal.signal(signal.SIGIO, before)
@@ -84,9 +96,15 @@ def _can_lease(descriptor: int) -> bool:
 
 
 def _has_leases(descriptor: int) -> bool:
-    """Return whether the file system of a file grants leases; NFS refuses them as if the file was open elsewhere."""
-    with tempfile.TemporaryFile(dir=Path(f"/proc/self/fd/{descriptor}").readlink().parent) as file:
-        return _can_lease(file.fileno())
+    """Return whether the file system of a file grants leases; NFS refuses them as if the file was open elsewhere.
+
+    True if this cannot be found out.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=Path(f"/proc/self/fd/{descriptor}").readlink().parent) as file:
+            return _can_lease(file.fileno())
+    except OSError:
+        return True
 
 
 def _is_anonymous(status: os.stat_result) -> bool:

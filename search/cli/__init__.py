@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         broken = find_broken_streams()
         is_closed = bool(broken) and error.errno in (errno.EPIPE, errno.EIO)  # its reader or terminal has ended
-        if not broken and error.errno not in {*FULL_DISK_ERRORS, errno.EIO}:  # an output without a buffer
+        if not is_closed and error.errno not in {*FULL_DISK_ERRORS, errno.EIO}:
             raise
         code = EXIT_DONE if is_closed else EXIT_UNAVAILABLE
         if sys.stderr not in broken and not is_closed:

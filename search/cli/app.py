@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from hpsearch.search.cli.options import add_flags
 from hpsearch.search.error_lines import discard_stderr
 from hpsearch.search.errors import suggest_names
+from hpsearch.standard_streams import find_broken_streams
 from hpsearch.storage.display import escape_controls
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def _exit_after_broken_pipe() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
+        if not find_broken_streams():  # another pipe, such as one of the objective
+            raise
         raise typer.Exit(0) from None
 
 

@@ -208,10 +208,7 @@ class TrialSession:
 
     def keep_best(self) -> None:
         """Sync the best checkpoint to disk, so that the file survives a power failure after the end of the trial."""
-        try:
-            self._files.sync_best()
-        except OSError as error:  # such as the quota of a network file system; the file is complete, unless power fails
-            log.warning("trial %d: best.pt is not synced to disk (%s)", self._claim.number, error)
+        self._files.sync_best()
 
     def report_non_finite(self, epoch: int) -> None:
         """Report NaN at `epoch`, so that the sampler treats the configuration as infeasible."""

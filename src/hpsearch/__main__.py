@@ -23,7 +23,9 @@ _MAX_SIGNALS = 4096  # read at once
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
-    if sys.flags.inspect and os.environ.pop("PYTHONINSPECT", None) is not None:  # Python would not exit with the code
+    is_program = os.path.basename(sys.argv[0]) in {"hpsearch", "__main__.py"}  # noqa: PTH119 a name
+    if sys.flags.inspect and is_program and "PYTHONINSPECT" in os.environ:  # it would replace the exit code
+        del os.environ["PYTHONINSPECT"]
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again
     umask = os.umask(0o077)  # if all users could write new files, they could change compiled modules
     os.umask(umask if umask & 0o002 else umask | 0o022)

@@ -51,15 +51,17 @@ def _is_broken(stream: TextIO) -> bool:
         stream.flush()  # repeats the write that failed
     except (OSError, ValueError):
         return True
+    except Exception:  # of an object of the user
+        return False
     with contextlib.suppress(AttributeError, OSError, ValueError):  # an object of the user without a descriptor
-        return bool(_poll(stream.fileno(), 0) & (select.POLLERR | select.POLLHUP | select.POLLNVAL))
+        return bool(_poll(stream.fileno(), 0) & (select.POLLERR | select.POLLHUP))
     return False
 
 
 def write_to_stderr(text: str) -> None:
     """Write a short line to stderr without a buffer, unless it is a full pipe, which would block this process."""
     with contextlib.suppress(OSError):
-        if _poll(2, _WRITE_MILLISECONDS) & select.POLLOUT:
+        if _poll(2, _WRITE_MILLISECONDS) & (select.POLLOUT | select.POLLNVAL):  # macOS: a device
             os.write(2, text.encode(errors="backslashreplace"))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpsearch.search import console
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.private_output import find_exposure
+from hpsearch.search.private_output import find_exposure, find_exposure_of_links
 
 OTHER_UID = 65533
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -48,7 +48,8 @@ def test_a_terminal_of_the_user_gets_links_with_a_token(terminal: IO[str], monke
 def test_a_command_in_a_notebook_prints_no_token(terminal: IO[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """IPython gives the command a terminal, and the notebook is a file that others may be able to read."""
     monkeypatch.setenv("JPY_PARENT_PID", "1")
-    assert find_exposure(terminal) == "the notebook that runs this command saves its output"
+    assert find_exposure_of_links(terminal) == "the notebook that runs this command may save its output"
+    assert find_exposure(terminal) is None
     assert read_links(terminal, monkeypatch) == "link"
 
 
@@ -118,6 +119,9 @@ def test_a_file_that_was_opened_before_it_became_private_is_exposed(
         path.chmod(0o600)
         with path.open("w") as stream:
             assert "has the output file open, perhaps since it was not private" in str(find_exposure(stream))
+            with monkeypatch.context() as patch:  # a folder in which the user cannot create files
+                patch.setattr("tempfile.TemporaryFile", lambda **_: (tmp_path / "missing" / "file").touch())
+                assert find_exposure(stream) is not None
             with monkeypatch.context() as patch:  # as on NFS
                 patch.setattr("hpsearch.search.private_output._can_lease", lambda _: False)
                 assert find_exposure(stream) is None

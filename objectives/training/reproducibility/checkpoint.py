@@ -99,6 +99,17 @@ def _verify(path: Path) -> None:
     raise CheckpointError(f"{path} is truncated or changed: its checksum differs")
 
 
+def _is_complete_on_disk(path: Path) -> bool:
+    """Return whether a checkpoint can be read without the cache of the system; False if the system has no such way."""
+    try:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _verify(path)
+    except (AttributeError, OSError, CheckpointError):
+        return False
+    return True
+
+
 def _digest(file: Any, size: int) -> bytes:
     """Return the hexadecimal SHA-256 of the archive without the two bytes of the comment's length."""
     digest, left = hashlib.sha256(), size - 2
@@ -239,11 +250,21 @@ class RunFiles:
         write(self.best_path, promotable(state), synced=self._synced)
 
     def sync_best(self) -> None:
-        """Make `best.pt` durable, so that it survives a power failure."""
-        if self.best_path.exists():
+        """Make `best.pt` durable, so that it survives a power failure. An error is logged if the file is complete.
+
+        Raises:
+            OSError: the file could not be written to the disk.
+        """
+        if not self.best_path.exists():
+            return
+        try:
             with self.best_path.open("rb") as file:
                 os.fsync(file.fileno())
             _sync_folder(self.run_dir)
+        except OSError as error:  # such as a quota; the system may have discarded the data that it could not write
+            if not _is_complete_on_disk(self.best_path):
+                raise
+            log.warning("%s may not survive a power failure (%s)", self.best_path, error.strerror)
 
     def remove(self, *paths: Path) -> None:
         """Remove files of the directory, if they exist, and shards that no other checkpoint references."""

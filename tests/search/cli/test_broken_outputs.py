@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,34 @@ from tests.waiting import wait_for
 
 _FAILING = """
 
+import multiprocessing, os
+from torch import nn
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            {statement}
+        return super().forward(x)
+
+
 class Failing(Wine):
-    def step(self, model, batch, config):
-        raise BrokenPipeError(32, "Broken pipe") if {error} == 32 else OSError({error}, "failed")
+    def model(self, config, train):
+        return Net(13, 3)
+
+
+reader, writer = multiprocessing.Pipe(duplex=False)
+reader.close()
 """
 
 
-@pytest.mark.parametrize("error", [5, 32])
+@pytest.mark.parametrize("statement", ["raise OSError(5, 'failed')", "raise BrokenPipeError", "writer.send(1)"])
 @pytest.mark.parametrize("command", ["train", "smoke"])
-def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command: str, error: int) -> None:
+def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command: str, statement: str) -> None:
     """An ended helper process or a bad disk: before, the command ended without a message and with the exit code 0."""
     write_template(tmp_path / "wine.py")
     with (tmp_path / "wine.py").open("a") as file:
-        file.write(_FAILING.format(error=error))
+        file.write(_FAILING.format(statement=statement))
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "home")}
     ended = subprocess.run(
         [sys.executable, "-m", "hpsearch", command, "wine.py:Failing"],
@@ -39,14 +54,18 @@ def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command
         check=False,
     )
     assert ended.returncode == 2
-    assert f"wine.py:{len((tmp_path / 'wine.py').read_text().splitlines())}: " in ended.stderr
+    line = (tmp_path / "wine.py").read_text().splitlines().index(f"            {statement}") + 1
+    assert f"wine.py:{line}: " in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
 def test_ctrl_c_ends_a_command_whose_stderr_nobody_reads() -> None:
     reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
     code = "import time; from hpsearch.__main__ import _exit_interrupted as end; import signal; "
     code += "signal.signal(signal.SIGINT, end); print(flush=True); time.sleep(1000)"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer)

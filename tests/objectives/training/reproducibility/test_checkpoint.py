@@ -210,3 +210,24 @@ def test_only_leftovers_of_killed_writes_are_removed(tmp_path):
         (tmp_path / name).write_bytes(b"half")
     assert session.restore()["seed"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "notes.tmp"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot read a file without its cache")
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_error_of_a_sync_matters_if_the_file_is_lost(tmp_path, monkeypatch, caplog, is_complete):
+    """A quota or a network file system may report at the sync that the data were not written."""
+    files = checkpoint.RunFiles(tmp_path, synced=False)
+    checkpoint.write(files.best_path, {"model": {"weight": torch.ones(3)}}, synced=False)
+
+    def fail(descriptor):
+        if not is_complete:
+            os.truncate(files.best_path, 100)
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if is_complete:
+        files.sync_best()
+        assert "best.pt may not survive a power failure (Disk quota exceeded)" in caplog.text
+    else:
+        with pytest.raises(OSError, match="quota"):
+            files.sync_best()
