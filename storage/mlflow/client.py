@@ -377,8 +377,13 @@ _MAX_METRICS = 1000  # per request
 
 
 def sanitize_name(name: str) -> str:
-    """Return the name of a metric or parameter, in which characters that MLflow rejects are replaced by `_`."""
-    return re.sub(r"[^\w\-./ :]", "_", name)[:_MAX_NAME]
+    """Return the name of a metric or parameter, in which characters that MLflow rejects are replaced by `_`.
+
+    MLflow also rejects all metrics of a request if a name is not a normalized relative path.
+    """
+    parts = re.sub(r"[^\w\-./ :]", "_", name)[:_MAX_NAME].split("/")
+    replaced = "/".join("_" if part in {"", "."} else part for part in parts)
+    return re.sub(r"^\.\.|(?<=/)\.\.(?=/|$)", "__", replaced)
 
 
 def _reach_loopback_directly(uri: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_metric_name
 
 from hpsearch.storage.attributes import RUN_ID, TRACKING
 from hpsearch.storage.database.roles import MLFLOW
@@ -43,7 +44,7 @@ from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow import model_export
-from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.client import Tracking, sanitize_name
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -434,3 +435,11 @@ def test_all_open_runs_of_a_study_are_found_on_all_pages(tracking: Tracking, mon
 
     monkeypatch.setattr(tracking.client, "search_runs", one_by_one)
     assert tracking.find_running_trial_runs(study, parent) == made
+
+
+@pytest.mark.parametrize(
+    "name", ["train//loss", "acc/", "/a", "./a", "../../etc", "a/../b", "..", ".", "%", "x" * 249 + "//"]
+)
+def test_names_of_metrics_are_changed_to_names_that_mlflow_accepts(name: str) -> None:
+    """MLflow would reject all metrics of the epoch."""
+    _validate_metric_name(sanitize_name(name))
