@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # which ipykernel gives to the programs that it starts
+_NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # of the kernels that Jupyter starts; their programs inherit it
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
 

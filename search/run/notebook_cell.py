@@ -1,4 +1,4 @@
-"""A view in a cell of a notebook that is redrawn."""
+"""A view in a notebook that is redrawn in place."""
 
 from __future__ import annotations
 
