@@ -5,6 +5,7 @@ No other user's process may receive or use a secret.
 
 from __future__ import annotations
 
+import _socket
 import errno
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = "0.0.0.0"  # noqa: S104 an address to compare with, not to listen on
@@ -26,6 +28,29 @@ _REQUEST = struct.Struct("=BBBBI")  # the start of inet_diag_req_v2: family, pro
 _ANSWER = struct.Struct("=xB2x4s56xII")  # inet_diag_msg: state, both ports, uid, inode
 
 _TABLE = Path("/proc/net/tcp")
+
+# Objectives and programs replace `socket.socket` and `socket.getaddrinfo`, for example to use a SOCKS proxy or IPv6
+# only. The services of this machine must stay reachable, because a service that does not answer is restarted.
+PlainSocket = cast(
+    type[socket.socket], next(each for each in _socket.socket.__subclasses__() if each.__module__ == "socket")
+)
+
+
+def connect_to_loopback(port: int, timeout: float | None) -> socket.socket:
+    """Return a connection to a port of 127.0.0.1.
+
+    Raises:
+        OSError: no process accepts the connection within the timeout in seconds.
+    """
+    opened = PlainSocket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        opened.settimeout(timeout)
+        opened.connect((LOOPBACK, port))
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def listen_exclusively(host: str, port: int) -> list[socket.socket]:
@@ -59,11 +84,11 @@ def bind_exclusively(host: str, port: int) -> list[socket.socket]:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     if port and _count_listeners(port):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = _socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     made: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
-            made.append(socket.socket(family, kind, protocol))
+            made.append(PlainSocket(family, kind, protocol))
             if family == socket.AF_INET6:
                 made[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             option = socket.SO_REUSEPORT if sys.platform == "linux" else socket.SO_REUSEADDR
@@ -169,7 +194,7 @@ def _ask_netlink(port: int, client_port: int) -> tuple[int, int] | None:
     ports = struct.pack("!HH", port, client_port)
     ends = ports + server + client + bytes(4) + _NO_COOKIE
     request = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ALL_STATES) + ends
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+    with PlainSocket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.send(_HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + request)
         answer = kernel.recv(4096)
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from hpsearch.storage.embedded.postgres_socket import (
 )
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError, format_error
 from hpsearch.storage.files import read_tail
-from hpsearch.storage.sockets import LOOPBACK
+from hpsearch.storage.sockets import LOOPBACK, connect_to_loopback
 from hpsearch.storage.urls import build_url
 
 # Passed on the command line, so that a newer hpsearch also changes them for an existing data directory.
@@ -79,12 +78,13 @@ def check_loopback() -> None:
     Raises:
         StorageError: the loopback interface is down.
     """
-    with socket.socket() as probe:
-        code = probe.connect_ex((LOOPBACK, 9))
-    if code in {errno.ENETUNREACH, errno.EADDRNOTAVAIL}:
-        raise StorageError(
-            f"{LOOPBACK} is not reachable ({os.strerror(code)}); enable the loopback interface (ip link set lo up)"
-        )
+    try:
+        connect_to_loopback(9, timeout=1.0).close()
+    except OSError as error:
+        if error.errno in {errno.ENETUNREACH, errno.EADDRNOTAVAIL}:
+            raise StorageError(
+                f"{LOOPBACK} is not reachable ({error.strerror}); enable the loopback interface (ip link set lo up)"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class EmbeddedPostgres:
             account.admit(self.folder)
             account.take_over(self.data_folder)
             sockets = None if self.has_port else prepare_socket_folder(self.folder, account)
-            port = SOCKET_PORT if sockets else preferred_port or state.choose_port(None)
+            port = SOCKET_PORT if sockets else preferred_port or state.choose_port()
             if self._launch(binaries, account, port, sockets, lock, progress):
                 return port
             preferred_port = None  # another process took the port

@@ -18,6 +18,7 @@ from hpsearch.storage.embedded.postgres_account import Account
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import read_own_text
+from hpsearch.storage.sockets import PlainSocket
 
 SOCKET_PORT = 5432  # in the name of the socket
 SOCKET_NAME = f".s.PGSQL.{SOCKET_PORT}"
@@ -92,7 +93,7 @@ def _can_have_socket(folder: Path) -> bool:
         return False
     probe = folder / ".s.PGSQL.test"
     try:
-        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        with PlainSocket(socket.AF_UNIX) as listener, PlainSocket(socket.AF_UNIX) as client:
             probe.unlink(missing_ok=True)
             listener.bind(os.fsencode(probe))
             probe.chmod(0o700)

@@ -193,9 +193,9 @@ class EmbeddedStack:
         if not self.dashboard.find():
             progress("starting the Optuna dashboard")
         self.dashboard.ensure_started(port, self.mlflow.record.port)
-        self.mlflow.wait_until_healthy()
+        self.mlflow.wait_until_healthy(progress)
         self.dashboard.ensure_started(port, self.mlflow.record.port)  # restarts only if MLflow changed its port
-        self.dashboard.wait_until_healthy()
+        self.dashboard.wait_until_healthy(progress)
         self._update_links()
 
     def revive(self) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 from collections.abc import Container
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpsearch.storage.embedded.process import ProcessIdentity, wait_until
+from hpsearch.storage.embedded.process import ProcessIdentity
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
 from hpsearch.storage.home import STATE_FILE, read_own_text
@@ -96,26 +96,28 @@ def load_state(home: Path) -> StackState | None:
 
 
 def is_port_free(port: int) -> bool:
-    """Return whether `listen_exclusively` can use the port at the moment."""
-    with suppress(OSError):  # a damaged state file may have any number
+    """Return whether `listen_exclusively` can use the port at the moment.
+
+    Raises:
+        OSError: no port can be tried, for example because this process has too many open files.
+    """
+    try:
         close_all(bind_exclusively(LOOPBACK, port))
-        return True
-    return False
+    except OSError as error:
+        # A damaged state file may have any number, and the kernel or a sandbox may reserve ports.
+        if error.errno in {errno.EADDRINUSE, errno.EACCES, errno.EPERM, errno.EINVAL}:
+            return False
+        raise
+    return True
 
 
-def choose_port(preferred: int | None, *, wait_seconds: float = 0.0, excluded: Container[int] = ()) -> int:
-    """Return the preferred port if it is free or becomes free within `wait_seconds`, else another free port.
-
-    Args:
-        preferred: port to try first; None if there is none.
-        wait_seconds: time in which the preferred port may become free.
-        excluded: ports that are returned only if they are preferred.
+def choose_port(excluded: Container[int] = ()) -> int:
+    """Return a free port that is not excluded.
 
     Raises:
         StorageError: no free port was found.
+        OSError: no port can be tried.
     """
-    if preferred and wait_until(lambda: is_port_free(preferred), timeout=wait_seconds):
-        return preferred
     # Other users can influence the kernel's choice by occupying ports, and could prepare pages in the user's browser
     # for the chosen address.
     for _ in range(_PORT_TRIES):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,8 +25,10 @@ from hpsearch.storage.web.token import derive
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ATTACH_TIMEOUT = 60.0  # seconds; a running process that does not answer by then is restarted
+_REPORT_AFTER = 2.0
 _REQUEST_TIMEOUT = 10.0
 _STOP_TIMEOUT = 10.0
+_PORT_TIMEOUT = 2.0  # the port of a killed process may stay bound for a moment
 _MAX_FORMER_PORTS = 100
 
 # Environment variables that the user set for other servers.
@@ -79,12 +82,12 @@ class WebService:
         is_foreign = found is not None and process.has_working_folder(found, self.home) is False
         return None if is_foreign else found
 
-    def is_healthy(self) -> bool:
-        """Return whether the service answers a health request."""
+    def is_healthy(self, timeout: float = _REQUEST_TIMEOUT) -> bool:
+        """Return whether the service answers a health request within the timeout in seconds."""
         if self.record.port is None:
             return False
         token = self.token()
-        server = OwnServerConnection(LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
+        server = OwnServerConnection(LOOPBACK, self.record.port, timeout=timeout)
         with suppress(OSError, http.client.HTTPException), closing(server) as connection:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             connection.request("GET", self.health_path, headers=headers)
@@ -118,19 +121,30 @@ class WebService:
     def _digest_token(self) -> str | None:
         return derive(token, "service") if (token := self.token()) is not None else None
 
-    def wait_until_healthy(self) -> None:
+    def wait_until_healthy(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Wait until the service answers.
+
+        Args:
+            progress: called with a line of text if a service that was running does not answer soon.
 
         Raises:
             StorageError: the service exits, or does not answer in time.
         """
-        if self._wait(_ATTACH_TIMEOUT if self._is_attached() else START_TIMEOUT):
+        if self._is_attached():
+            is_healthy = self._wait(_REPORT_AFTER)
+            if not is_healthy and (found := self.find()) is not None:
+                progress(f"{self.name} (process {found.pid}) does not answer; waiting up to {_ATTACH_TIMEOUT:.0f} s")
+                is_healthy = self._wait(_ATTACH_TIMEOUT)
+        else:
+            is_healthy = self._wait(START_TIMEOUT)
+        if is_healthy:
             return
         for _ in range(2):  # an attached service is stuck or was just stopped, or another process took the port
             is_gone = self.find() is None
             port = self.record.port
             if self._has_started and is_gone and (port is None or ports.is_port_free(port)):
                 break
+            progress(f"restarting {self.name}")
             self._restart(keeps_port=not is_gone)  # after a failed start, another user may hold the port
             if self._wait(START_TIMEOUT):
                 return
@@ -172,8 +186,10 @@ class WebService:
         self._has_started = True
         used = {self.record.port or 0, *self.record.former_ports}
         preferred = self.record.port if keeps_port and self._should_keep_port() else None
-        # The port of a killed process may stay bound for a moment.
-        port = ports.choose_port(preferred, wait_seconds=2.0 if self.stop() else 0.0, excluded=used)
+        port = ports.choose_port(used)  # before the stop, because it may fail
+        wait = _PORT_TIMEOUT if self.stop() else 0.0
+        if preferred and process.wait_until(partial(ports.is_port_free, preferred), timeout=wait):
+            port = preferred
         if self.record.port not in {None, port}:
             # Running clients have this address, and must not trust another user's process that has taken it.
             former = [known for known in self.record.former_ports if known != port]
@@ -190,7 +206,7 @@ class WebService:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
             # Two stacks that start at the same time may choose the same port, so the other stack may have answered.
-            if self.is_healthy() and self.is_listening():
+            if self.is_healthy(min(timeout, _REQUEST_TIMEOUT)) and self.is_listening():
                 return True
             time.sleep(0.05)
         return False

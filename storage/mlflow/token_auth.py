@@ -9,18 +9,19 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import socket
 from typing import Any
 
 from mlflow.tracking.request_auth.abstract_request_auth_provider import RequestAuthProvider
 from mlflow.tracking.request_header.abstract_request_header_provider import RequestHeaderProvider
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 from urllib3.response import HTTPResponse
 from urllib3.util.wait import wait_for_read
 
 from hpsearch.storage.sockets import LOOPBACK
-from hpsearch.storage.web.connections import check_server_end
+from hpsearch.storage.web.connections import connect_to_own_server
 from hpsearch.storage.web.token import AUTH_NAME, find_request_token, is_embedded, is_embedded_port
 
 log = logging.getLogger(__name__)
@@ -36,19 +37,24 @@ class _CheckedConnection(HTTPConnection):
 
     is_waiting = False  # class attribute: a frozen server causes one warning, not one per request
 
-    def connect(self) -> None:
-        super().connect()
-        if self.host == LOOPBACK and is_embedded_port(self.port or 0):
-            try:
-                check_server_end(self.sock)
-            except OSError as error:
-                self.close()
-                raise NewConnectionError(self, str(error.strerror)) from error
+    def _new_conn(self) -> socket.socket:
+        if not self._is_embedded():
+            return super()._new_conn()
+        limit = self.timeout if isinstance(self.timeout, int | float) else None
+        try:
+            return connect_to_own_server(self.port or 0, limit)
+        except TimeoutError as error:
+            raise ConnectTimeoutError(self, f"no connection within {limit} s") from error
+        except OSError as error:
+            raise NewConnectionError(self, str(error.strerror)) from error
+
+    def _is_embedded(self) -> bool:
+        return self.host == LOOPBACK and is_embedded_port(self.port or 0)
 
     def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 declares it
         """Return the response of the server."""
         limit = None if self.sock is None else self.sock.gettimeout()
-        if limit is not None and limit > _QUIET_SECONDS and self.host == LOOPBACK and is_embedded_port(self.port or 0):
+        if limit is not None and limit > _QUIET_SECONDS and self._is_embedded():
             is_answering = wait_for_read(self.sock, timeout=_QUIET_SECONDS)
             if not is_answering:
                 if not _CheckedConnection.is_waiting:

@@ -12,32 +12,30 @@ import socket
 import urllib.request
 from typing import Any
 
-from hpsearch.storage.sockets import is_own_server
+from hpsearch.storage.sockets import connect_to_loopback, is_own_server
 
 
-def check_server_end(connection: socket.socket) -> None:
-    """Check that a process of this user has the other end of an open connection to 127.0.0.1.
+def connect_to_own_server(port: int, timeout: float | None) -> socket.socket:
+    """Return a connection to a process of this user that serves a port of 127.0.0.1.
 
     Raises:
-        ConnectionRefusedError: another user's process has it.
+        ConnectionRefusedError: no process, or another user's process, serves the port.
+        OSError: the connection failed for another reason.
     """
-    port = connection.getpeername()[1]
-    if not is_own_server(port, connection.getsockname()[1]):
+    opened = connect_to_loopback(port, timeout)
+    if not is_own_server(port, opened.getsockname()[1]):
+        opened.close()
         reason = f"port {port} belongs to a process of another user; restart the services with hpsearch up"
         raise ConnectionRefusedError(errno.ECONNREFUSED, reason)
+    return opened
 
 
 class OwnServerConnection(http.client.HTTPConnection):
     """HTTP connection to an embedded service."""
 
     def connect(self) -> None:
-        """Open the connection and check its other end."""
-        super().connect()
-        try:
-            check_server_end(self.sock)
-        except OSError:
-            self.close()
-            raise
+        """Open the connection."""
+        self.sock = connect_to_own_server(self.port, self.timeout)
 
 
 class OwnServerHandler(urllib.request.HTTPHandler):

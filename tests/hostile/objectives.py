@@ -40,6 +40,7 @@ PARTS = {
     "logging": "logging.disable(logging.CRITICAL)",
     "warnings": "warnings.simplefilter('error')",
     "socket timeout": "socket.setdefaulttimeout(0.001)",
+    "no sockets": "socket.socket = socket.getaddrinfo = socket.create_connection = None",
     "files": "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))",
     "session": "os.getpid() == os.getsid(0) or os.setsid()",
     "exit hook": "atexit.register(time.sleep, 1000)",

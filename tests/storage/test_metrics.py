@@ -81,7 +81,7 @@ def port(database_url: str) -> Iterator[int]:
     engine = make_engine(database_url, application_name="test")
     _fill(storage, engine)
     engine.dispose()
-    port = state.choose_port(None)
+    port = state.choose_port()
     arguments = [sys.executable, "-m", "hpsearch", "serve", "metrics", "--port", str(port)]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url, "HPSEARCH_WEB_TOKEN": "secret"}
     with subprocess.Popen(arguments, env=environment, cwd=Path(hpsearch.__file__).parents[1]) as process:
@@ -135,7 +135,7 @@ def test_the_token_of_the_metrics_does_not_give_access_to_the_other_services(
     monkeypatch.setattr(metrics, "serve_metrics", lambda *_, token, **_options: served.append(token))
     monkeypatch.delenv("HPSEARCH_WEB_TOKEN", raising=False)
     token = load_or_create_token(tmp_path)
-    assert run_command(["serve", "metrics", "--port", str(state.choose_port(None))]) == 0
+    assert run_command(["serve", "metrics", "--port", str(state.choose_port())]) == 0
     assert served == [read_token(tmp_path, METRICS_TOKEN_FILE)]
     assert served[0] not in {None, token}
     assert (tmp_path / "metrics-token").stat().st_mode & 0o777 == 0o600
@@ -159,7 +159,7 @@ scrape_configs:
     authorization: {{credentials_file: {tmp_path / "token"}}}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """)
-    own = state.choose_port(None)
+    own = state.choose_port()
     arguments = ["--config.file", "prometheus.yml", "--storage.tsdb.path", "data", "--log.level", "error"]
     command = ["prometheus", *arguments, f"--web.listen-address=127.0.0.1:{own}"]
 

@@ -96,8 +96,8 @@ def test_without_a_free_port_no_other_port_is_chosen(monkeypatch: pytest.MonkeyP
     with closing(_listen(LOOPBACK, 0)) as listener:
         monkeypatch.setattr(state, "_PORTS", (listener.getsockname()[1],))
         with pytest.raises(StorageError, match=r"almost all ports of 127\.0\.0\.1 are in use"):
-            state.choose_port(None)
-    assert state.choose_port(None) in state._PORTS
+            state.choose_port()
+    assert state.choose_port() in state._PORTS
 
 
 @needs_root

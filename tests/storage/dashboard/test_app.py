@@ -68,7 +68,7 @@ def test_requests_from_foreign_pages_are_rejected(stack: StackInfo, headers: dic
 @pytest.fixture
 def read_only(database_url: str) -> Iterator[str]:
     """Serve a read-only dashboard as its command does, and return its address."""
-    port = state.choose_port(None)
+    port = state.choose_port()
     arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url, "HPSEARCH_WEB_TOKEN": "secret"}
     with subprocess.Popen(arguments, env=environment, cwd=Path(dashboard.__file__).parents[2]) as process:

@@ -37,7 +37,7 @@ def bouncer(postgres_server: PostgresServer, database: str, open_folder: Path) -
     binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
     if binary is None:
         pytest.skip("PgBouncer is not installed")
-    port, url = state.choose_port(None), sa.make_url(postgres_server.url(database))
+    port, url = state.choose_port(), sa.make_url(postgres_server.url(database))
     config = open_folder / "pgbouncer.ini"
     config.write_text(
         f"""[databases]

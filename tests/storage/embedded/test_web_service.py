@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpsearch.storage.embedded import process, web_service
+from hpsearch.storage.embedded import process, state, web_service
 from hpsearch.storage.embedded.state import ServiceRecord, StackState, load_state
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
@@ -133,16 +133,29 @@ def test_a_hanging_web_service_is_restarted(small: Small, monkeypatch: pytest.Mo
     service = small.up()
     hanging = pid_of(service)
     os.kill(hanging, signal.SIGSTOP)
-    for name in ("_ATTACH_TIMEOUT", "_REQUEST_TIMEOUT"):
+    for name in ("_ATTACH_TIMEOUT", "_REPORT_AFTER"):
         monkeypatch.setattr(web_service, name, 0.5)
     while not service._is_attached():  # otherwise it may still be starting
         time.sleep(0.02)
-    assert not service.is_healthy()
-    monkeypatch.setattr(web_service, "_REQUEST_TIMEOUT", 60.0)
-    monkeypatch.setattr(web_service, "_ATTACH_TIMEOUT", 0.0)
+    lines: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_PORTS", (service.record.port,))
+        with pytest.raises(StorageError, match="almost all ports"):
+            service.wait_until_healthy(lines.append)
+    assert pid_of(service) == hanging, "it is not stopped, because no other port is free"
+    assert lines == [f"Small (process {hanging}) does not answer; waiting up to 0 s", "restarting Small"]
     assert pid_of(small.up()) != hanging
     assert len(small.running()) == 1
     assert service.is_healthy()
+
+
+def test_a_service_is_found_in_spite_of_replaced_sockets(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objectives replace them by those of a SOCKS proxy, or to use IPv6 only."""
+    service = small.up()
+    for name in ("socket", "getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, None)
+    assert service.is_healthy()
+    assert state.is_port_free(state.choose_port())
 
 
 def test_a_failed_start_has_a_reason_and_is_retried(small: Small) -> None:

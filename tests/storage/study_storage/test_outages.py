@@ -286,7 +286,7 @@ def test_only_temporary_connection_errors_are_retried(postgres_server: PostgresS
 
     assert not is_transient(error_of(postgres_server.url(database, password="wrong")))
     assert not is_transient(error_of(postgres_server.url("nowhere")))
-    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose_port(None)))
+    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose_port()))
     assert is_transient(error_of(closed))
 
 

@@ -140,6 +140,22 @@ def test_no_credentials_for_another_server_are_sent_to_a_taken_port(
         assert read_received() == ""
 
 
+_PROXY_PROGRAM = """
+import socket, sys, mlflow
+def reach_no_proxy(*_, **__):
+    raise OSError("the proxy does not answer")
+socket.socket = socket.getaddrinfo = socket.create_connection = reach_no_proxy
+mlflow.MlflowClient(sys.argv[1]).search_experiments()
+"""
+
+
+def test_an_embedded_server_is_reached_in_spite_of_replaced_sockets(embedded_uri: str) -> None:
+    """Objectives replace them by those of a SOCKS proxy."""
+    environment = {**os.environ, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    with _serve(embedded_uri, {}):
+        subprocess.run([sys.executable, "-c", _PROXY_PROGRAM, embedded_uri], env=environment, check=True)
+
+
 def test_credentials_for_another_server_are_not_sent_to_an_embedded_server(
     embedded_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
