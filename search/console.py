@@ -225,6 +225,25 @@ def format_number(value: float, digits: int = 4) -> str:
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
+def format_score(value: float | None, missing: str = "-") -> str:
+    """Return a metric value with four decimals, or four significant digits if it is tiny or huge."""
+    if value is None:
+        return missing
+    is_usual = value == 0 or 1e-3 <= abs(value) < 1e9 or not math.isfinite(value)
+    return f"{value:.4f}" if is_usual else f"{value:.4g}"
+
+
+def format_difference(difference: float | None, missing: str = "-") -> str:
+    """Return a difference of metric values as text: as a metric value, or two significant digits if it is small."""
+    is_small = difference is not None and 0 < abs(difference) < 5e-4
+    return f"{difference:.2g}" if is_small else format_score(difference, missing)
+
+
+def format_change(change: float | None, missing: str = "-") -> str:
+    """Return a difference of metric values as text with its sign."""
+    return missing if change is None else f"{'-' if change < 0 else '+'}{format_difference(abs(change))}"
+
+
 def format_command(*arguments: str) -> str:
     """Return an hpsearch command line as the user types it: quoted, and with the name of the wrapper script, if any."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])

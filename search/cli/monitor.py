@@ -47,6 +47,7 @@ def studies(where: o.Addresses) -> None:
 
 def _format_row(row: StudyRow) -> dict[str, str]:
     from hpsearch.objectives.errors import format_path
+    from hpsearch.search.console import format_score
 
     if row.is_damaged:
         return {"study": row.name, "objective": "(damaged)"}
@@ -55,7 +56,7 @@ def _format_row(row: StudyRow) -> dict[str, str]:
     kind = " (finalists)" if row.is_finalist_study else " (refit)" if row.is_refit_study else ""
     name = row.name + kind + (" (stopped)" if row.is_stopped else "")
     name += " (stopped early)" if row.is_stopped_early else ""
-    best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
+    best = "" if row.best_value is None else f"{row.metric} {format_score(row.best_value)} (trial {row.best_number})"
     best += f", {row.front} on the Pareto front" if row.front else ""
     path, colon, cls = row.objective.rpartition(":")
     return {

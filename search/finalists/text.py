@@ -6,7 +6,14 @@ import statistics
 
 from rich.table import Table
 
-from hpsearch.search.console import format_number, plain_table, pluralize
+from hpsearch.search.console import (
+    format_change,
+    format_difference,
+    format_number,
+    format_score,
+    plain_table,
+    pluralize,
+)
 from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_set, read_finalists, tabulate_finalists
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import sort_best_first
@@ -14,7 +21,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import DATA_SHA256, LEAKS
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
-_MIN_SHOWN_BIAS = 5e-5  # a smaller bias is 0.0000 in four digits
+_MIN_SHOWN_BIAS = 1e-6  # relative to the largest value: metrics of counts may be float32
 _MAX_LISTED = 5  # trials
 _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # words that differ from the verdict
 
@@ -80,10 +87,10 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
         table.add_row(
             str(rank) if row.is_complete else "-",
             str(row.trial),
-            f"{row.search_value:.4f}",
-            "-" if row.mean is None else f"{row.mean:.4f}",
-            "unknown" if row.spread is None else f"{row.spread:.4f}",
-            "-" if over is None else f"{over:+.4f}",
+            format_score(row.search_value),
+            format_score(row.mean),
+            format_difference(row.spread, "unknown"),
+            format_change(over),
             "  ".join(format_run_values(row)),
             format_verdict(study, found, row),
         )
@@ -92,7 +99,9 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
 
 def format_run_values(row: FinalistRow) -> list[str]:
     """Return the value of each run of a finalist, or the reason why it has none."""
-    return [f"{v:.4f}" if v is not None else str(why) for v, why in zip(row.values, row.missing_reasons, strict=True)]
+    return [
+        format_score(v) if v is not None else str(why) for v, why in zip(row.values, row.missing_reasons, strict=True)
+    ]
 
 
 def format_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
@@ -136,31 +145,35 @@ def format_finalists(study: StoredStudy, found: Finalists) -> list[str]:
         return _format_front(found)
     assert found.winner is not None
     row = found.get_row(found.winner)
-    spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
+    spread = format_difference(row.spread, "unknown")
     lines = [
-        f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, standard deviation {spread} "
-        f"({row.search_value:.4f} in the search)"
+        f"winner: trial {row.trial}, val {study.spec.metric} {format_score(row.mean)} on {seeds}, standard deviation "
+        f"{spread} ({format_score(row.search_value)} in the search)"
     ]
     if found.tie:
         tied = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
         margin = (
-            "with one seed, any difference" if found.tie_margin is None else f"differences up to {found.tie_margin:.4f}"
+            "with one seed, any difference"
+            if found.tie_margin is None
+            else f"differences up to {format_difference(found.tie_margin)}"
         )
         rule = "lower trial number" if any(found.get_row(t).mean == row.mean for t in found.tie) else "better mean"
         lines.append(f"tied with {tied} ({margin} may be chance); the {rule} wins")
     if (expected := found.expected_score) is not None:
         lines.append(
-            f"expected score on new data: {expected.mean:.4f}, {format_interval(expected)}; {describe_method(found)}"
+            f"expected score on new data: {format_score(expected.mean)}, {format_interval(expected)}; "
+            f"{describe_method(found)}"
         )
     elif n_seeds == 1:
         lines.append("no prediction interval: with one seed, the standard deviation is unknown")
     elif found.run_scores:
         lines.append("no prediction interval: the sampling error of the validation data is unknown")
-    bias = statistics.fmean(o for r in found.rows if r.is_complete and (o := compute_search_bias(study, r)) is not None)
-    if abs(bias) < _MIN_SHOWN_BIAS:
+    complete = [row for row in found.rows if row.is_complete and row.mean is not None]
+    bias = statistics.fmean(compute_search_bias(study, row) or 0.0 for row in complete)
+    if abs(bias) <= _MIN_SHOWN_BIAS * max(abs(row.search_value) for row in complete):
         return [*lines, "the search values of the finalists show no bias on average"]
     sign = "optimistic" if bias > 0 else "pessimistic"
-    return [*lines, f"the search values of the finalists are too {sign} by {abs(bias):.4f} on average"]
+    return [*lines, f"the search values of the finalists are too {sign} by {format_difference(abs(bias))} on average"]
 
 
 def _format_front(found: Finalists) -> list[str]:
@@ -184,7 +197,7 @@ def describe_resampling(found: Finalists) -> str:
 
 def format_interval(expected: ExpectedScore) -> str:
     """Return the prediction interval of the test score as text."""
-    return f"{expected.low:.4f} to {expected.high:.4f} ({COVERAGE:.0%} prediction interval)"
+    return f"{format_score(expected.low)} to {format_score(expected.high)} ({COVERAGE:.0%} prediction interval)"
 
 
 def describe_method(found: Finalists) -> str:
@@ -200,7 +213,9 @@ def format_test_result(study: StoredStudy, evaluation: TestEvaluation, found: Fi
     if evaluation.scores is None:
         return f"test set: {origin}; its scores are not stored yet"
     metric = study.spec.metric
-    shown = f"{metric} {evaluation.scores[metric]:.4f}" if metric in evaluation.scores else f"{evaluation.scores}"
+    shown = (
+        f"{metric} {format_score(evaluation.scores[metric])}" if metric in evaluation.scores else f"{evaluation.scores}"
+    )
     return f"test set: {shown}{_compare_with_interval(study, evaluation, found)}, {origin}"
 
 

@@ -11,7 +11,7 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.references import BUILTIN
-from hpsearch.search.console import format_command, format_number, pluralize
+from hpsearch.search.console import format_command, format_difference, format_score, pluralize
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.report.importances import compute_importances
 from hpsearch.search.study.promotions import list_current_promotions
@@ -103,11 +103,6 @@ def _is_same(value: float, other: float) -> bool:
     return math.isclose(value, other, rel_tol=_SAME)
 
 
-def format_difference(difference: float) -> str:
-    """Return a difference of two values as text: four decimals, or two significant digits if it is small."""
-    return f"{difference:.4f}" if abs(difference) >= 5e-4 else format_number(difference, 2)
-
-
 def _format_lead(study: StoredStudy) -> tuple[str, bool]:
     """Return the lead of the best trial over the second as text, and whether the lead may be chance."""
     ranked = [(trial.number, value) for trial in study.best_trials() if (value := get_first_value(trial)) is not None]
@@ -188,7 +183,7 @@ def _format_unconfirmed(study: StoredStudy, summary: Summary) -> str:
     if study.spec.is_multi_objective:
         return f"not confirmed by new runs: the front is the best of {trials}, so its values are too optimistic"
     value = get_first_value(summary.front[0])
-    return f"not confirmed by new runs: {value:.4f} is the best of {trials}, so it is too optimistic"
+    return f"not confirmed by new runs: {format_score(value)} is the best of {trials}, so it is too optimistic"
 
 
 def _format_importances(study: StoredStudy, summary: Summary) -> list[str]:

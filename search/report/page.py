@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from hpsearch.search.console import format_number, pluralize
+from hpsearch.search.console import format_change, format_difference, format_number, format_score, pluralize
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
     compute_search_bias,
@@ -78,20 +78,20 @@ def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
             "epoch": str(epoch + 1),
             "rung": "" if rung is None else str(rung),
             "trials": str(len(found)),
-            "values": _format_range([r.get("value") for r in found], ".4f"),
-            "cutoffs": _format_range([r.get("cutoff") for r in found], ".4f"),
-            "peers": _format_range([r.get("peers") for r in found], "d"),
+            "values": _format_range([r.get("value") for r in found], format_score),
+            "cutoffs": _format_range([r.get("cutoff") for r in found], format_score),
+            "peers": _format_range([r.get("peers") for r in found], str),
         }
         for (epoch, rung), found in sorted(records.items(), key=lambda item: (item[0][0], item[0][1] or 0))
     ]
 
 
-def _format_range(values: Sequence[object], form: str) -> str:
+def _format_range(values: Sequence[object], form: Callable[[Any], str]) -> str:
     """Return the range of the finite values as text: ``0.91 to 0.95``. Non-finite values are stored as texts."""
     numbers = sorted(v for v in values if isinstance(v, int | float))
     if not numbers:
         return ""
-    low, high = (format(number, form) for number in (numbers[0], numbers[-1]))
+    low, high = (form(number) for number in (numbers[0], numbers[-1]))
     return low if low == high else f"{low} to {high}"
 
 
@@ -196,17 +196,17 @@ def _format_headline(study: StoredStudy, summary: Summary, finalists: Finalists 
         row = finalists.get_row(finalists.winner)
         tie = f", in a tie with {pluralize(len(finalists.tie), 'other')}" if finalists.tie else ""
         expected = finalists.expected_score
-        expect = f"; expect {expected.mean:.4f} on new data, {format_interval(expected)}" if expected else ""
+        expect = f"; expect {format_score(expected.mean)} on new data, {format_interval(expected)}" if expected else ""
         return (
-            f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {describe_resampling(finalists)}, "
-            f"out of {trials}{expect}."
+            f"Trial {row.trial} wins{tie}: validation {metric} {format_score(row.mean)} on "
+            f"{describe_resampling(finalists)}, out of {trials}{expect}."
         )
     if study.spec.is_multi_objective and summary.front:
         return format_front_headline(study, summary)
-    if summary.best is not None and summary.finished == 1:
-        return f"Trial {summary.best.number}, the only trial so far: validation {metric} {summary.best.values[0]:.4f}."
     if summary.best is not None:
-        return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.values[0]:.4f}."
+        of = ", the only trial so far" if summary.finished == 1 else f" is the best of {trials}"
+        value = format_score(get_first_value(summary.best))
+        return f"Trial {summary.best.number}{of}: validation {metric} {value}."
     if summary.out_of_bounds:
         return f"No complete trial satisfies the constraints {_join_bounds(study)}."
     last = [f"{line[0].upper()}{line[1:]}" for line in format_last_failure(study)]
@@ -233,10 +233,10 @@ def _make_cards(
     """Return the cards at the top of the page as (number, label), most reliable number first."""
     metric, cards = study.spec.metric, []
     if opening is not None and opening.scores is not None and metric in opening.scores:
-        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.model_description}"))
+        cards.append((format_score(opening.scores[metric]), f"test {metric}, {opening.model_description}"))
     if finalists is not None and finalists.winner is not None:
         mean = finalists.get_row(finalists.winner).mean
-        cards.append((f"{mean:.4f}", f"{metric} on {describe_resampling(finalists)}"))
+        cards.append((format_score(mean), f"{metric} on {describe_resampling(finalists)}"))
         if (expected := finalists.expected_score) is not None:
             cards.append(
                 (f"{expected.low:.3f} - {expected.high:.3f}", f"expected {metric} on new data ({COVERAGE:.0%})")
@@ -244,9 +244,9 @@ def _make_cards(
     if study.spec.is_multi_objective:
         cards += make_front_cards(study, summary)
     elif (best := summary.best) is not None:
-        cards.append((f"{get_first_value(best):.4f}", f"best {metric} of the search, trial {best.number}"))
+        cards.append((format_score(get_first_value(best)), f"best {metric} of the search, trial {best.number}"))
     if headline.gain:
-        cards.append((f"{headline.gain:+.4f}", "gain over the default configuration"))
+        cards.append((format_change(headline.gain), "gain over the default configuration"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
@@ -315,10 +315,10 @@ def _make_finalists_section(study: StoredStudy, found: Finalists) -> dict[str, A
         rows.append(
             {
                 "trial": row.trial,
-                "search": f"{row.search_value:.4f}",
-                "mean": "" if row.mean is None else f"{row.mean:.4f}",
-                "spread": "" if row.spread is None else f"{row.spread:.4f}",
-                "bias": "" if over is None else f"{over:+.4f}",
+                "search": format_score(row.search_value),
+                "mean": format_score(row.mean, ""),
+                "spread": format_difference(row.spread, ""),
+                "bias": format_change(over, ""),
                 "values": format_run_values(row),
                 "others": [format_number(mean) for mean in row.means[1:]],
                 "verdict": format_verdict(study, found, row),

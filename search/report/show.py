@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from hpsearch.search.console import format_command, plain_table, pluralize
+from hpsearch.search.console import format_command, format_score, plain_table, pluralize
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.text import finalist_table, format_confirmation
@@ -109,7 +109,7 @@ def _format_result(study: StoredStudy, summary: Summary) -> list[str]:
     elif summary.best is not None:
         best = summary.best
         which = "best" if spec.finalists_of is None else "best run"
-        value = f"val {spec.metric} {get_first_value(best):.4f}{format_folds(spec, best)}"
+        value = f"val {spec.metric} {format_score(get_first_value(best))}{format_folds(spec, best)}"
         lines.append(f"{which}: trial {best.number}, {value}")
         if best.params:
             params = get_last_params(best)

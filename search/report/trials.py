@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import format_command
+from hpsearch.search.console import format_command, format_score
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.freeze_thaw.forecast_text import Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
@@ -109,7 +109,7 @@ def _make_trial_row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
     values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.direction_by_metric)
-    form = format_value if study.spec.is_multi_objective else "{:.4f}".format  # metrics may differ in magnitude
+    form = format_value if study.spec.is_multi_objective else format_score  # metrics may differ in magnitude
     return {
         "number": trial.number,
         "state": format_state(trial),

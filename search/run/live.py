@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import can_redraw, format_sparkline, plain_table
+from hpsearch.search.console import can_redraw, format_score, format_sparkline, plain_table
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report.top import (
     EpochRate,
@@ -224,7 +224,7 @@ class LiveView:
         if running is None:
             return "", "", ""
         epoch = f"{0 if running.step is None else running.step + 1}/{self._spec.epochs}"
-        value = "" if running.value is None else f"{running.value:.4f}"
+        value = format_score(running.value, "")
         return f"{running.number}", epoch, value
 
 

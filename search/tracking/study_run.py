@@ -15,7 +15,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import format_command, pluralize
+from hpsearch.search.console import format_command, format_score, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
 from hpsearch.search.finalists.table import Finalists, find_effective_set, read_finalists, to_record
@@ -178,7 +178,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
             f"{format_markdown_code(key)} = {escape_markdown(format_value(value))}"
             for key, value in best.params.items()
         )
-        value = f"val {escape_markdown(spec.metric)} {get_first_value(best):.4f}"
+        value = f"val {escape_markdown(spec.metric)} {format_score(get_first_value(best))}"
         lines = [f"Best: {_format_trial_link(best)}, {value}. {results}", "", f"Parameters: {params}.", "", *lines]
     elif results:
         lines += ["", results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pty
 import sys
@@ -13,6 +14,9 @@ import pytest
 from hpsearch.search.api import opening
 from hpsearch.search.console import (
     PlainConsole,
+    format_change,
+    format_difference,
+    format_score,
     format_sparkline,
     plain_table,
     prefix_output,
@@ -135,3 +139,24 @@ def test_steps_are_lines_on_a_terminal_that_cannot_redraw(monkeypatch: pytest.Mo
     with show_steps(PlainConsole(file=output, force_terminal=True)) as show_step:
         show_step("loading")
     assert output.getvalue() == "loading\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "score", "difference"),
+    [
+        (0.98, "0.9800", "0.9800"),
+        (-12.34567, "-12.3457", "-12.3457"),
+        (0.0004123, "0.0004123", "0.00041"),
+        (3.21e-5, "3.21e-05", "3.2e-05"),
+        (0.0, "0.0000", "0.0000"),
+        (1e308, "1e+308", "1e+308"),
+        (math.inf, "inf", "inf"),
+        (None, "-", "-"),
+    ],
+)
+def test_small_and_huge_values_are_readable(value: float | None, score: str, difference: str) -> None:
+    assert (format_score(value), format_difference(value)) == (score, difference)
+
+
+def test_changes_have_a_sign() -> None:
+    assert [format_change(value) for value in (0.5, -2e-5, 0.0, None)] == ["+0.5000", "-2e-05", "+0.0000", "-"]

@@ -65,6 +65,13 @@ def tensors(tree: Tree) -> Iterator[tuple[str, Tensor]]:
     return ((name, leaf) for name, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
+def watch_changes(*trees: Tree) -> Callable[[], bool]:
+    """Return a function that returns whether a tensor of the trees has been changed in place since this call."""
+    watched = [x for tree in trees for _, x in tensors(tree) if not x.is_inference()]  # PyTorch counts their changes
+    versions = [x._version for x in watched]
+    return lambda: versions != [x._version for x in watched]
+
+
 def to_device(tree: Tree, device: torch.device | str) -> Tree:
     """Return the tree on a device; objects of other libraries are moved by their method `to`."""
     if isinstance(tree, (Tensor, Mapping, tuple, list)):

@@ -13,7 +13,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.loader import load_batches
-from hpsearch.objectives.training.data.tree import index_rows, tensors, to_device
+from hpsearch.objectives.training.data.tree import index_rows, to_device, watch_changes
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, StepFunction
 from hpsearch.objectives.training.ranks import SINGLE_PROCESS, Ranks
@@ -139,10 +139,9 @@ def evaluate(  # noqa: PLR0913 options by keyword
         sums, cut = RunningMeans(device), None if halves is None else halves.first_half_size
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
             # In-memory data: on a CPU, the batch is a view of them.
-            inputs = [x for _, x in tensors(batch.x) if not x.is_inference()] if dataset.in_memory else []
-            versions = [x._version for x in inputs]
+            is_changed = watch_changes(batch.x if dataset.in_memory else ())
             found = stepping(model, batch, nullcontext())
-            if versions != [x._version for x in inputs]:
+            if is_changed():
                 raise ObjectiveError(
                     "the model or step() changes its input in place, which changes the validation data; create a new "
                     "tensor, for example x = x - mean"

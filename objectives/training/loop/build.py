@@ -20,7 +20,7 @@ from hpsearch.objectives.training.data.loader import Augment
 from hpsearch.objectives.training.data.resplit import ResplitSeed
 from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import to_device
+from hpsearch.objectives.training.data.tree import to_device, watch_changes
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
 from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import bind_forward
@@ -87,8 +87,14 @@ def build_run(
     check_ranks(owner, splits, split_hash, ranks)
     strategy = Strategy(ranks, config) if ranks.is_single_process else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
+    is_changed = watch_changes(splits.train.x, splits.train.y)
     with wrap_user_errors(f"{owner}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
+    if is_changed():
+        raise ObjectiveError(
+            f"{owner}.model changes the training data in place, and not the validation data; transform the inputs in "
+            "the model, as with Standardize.fit(train.x)"
+        )
     with wrap_user_errors(f"{owner}.model on the validation split"):
         _initialize_lazy_layers(model, splits.val, device)
     step_function = build_step_function(objective, config, splits, model, device)

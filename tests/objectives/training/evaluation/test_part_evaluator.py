@@ -104,6 +104,15 @@ def test_a_model_that_changes_its_input_in_place_is_rejected():
         fit(type("Objective", (Wine,), {"model": lambda *_: InPlace(13, 3)})(), epochs=1)
 
 
+def test_a_model_function_that_changes_the_training_data_in_place_is_rejected():
+    def model(_, __, train):
+        train.x.sub_(train.x.mean(0))
+        return nn.Linear(13, 3)
+
+    with pytest.raises(ObjectiveError, match=r"^Objective\.model changes the training data in place, and not the val"):
+        fit(type("Objective", (Wine,), {"model": model})(), epochs=1)
+
+
 def test_a_model_may_keep_a_tensor_of_its_first_evaluation():
     assert fit(type("Objective", (Wine,), {"model": lambda *_: Cached(13, 3)})(), epochs=1).status == "completed"
 
