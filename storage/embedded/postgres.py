@@ -87,6 +87,12 @@ def check_loopback() -> None:
             ) from None
 
 
+def _describe_error(error: object) -> str:
+    """Return why a connection failed, without the address, which no user has given."""
+    reason = str(getattr(error, "__context__", None) or error).rpartition(" failed: ")[2].removeprefix("FATAL:")
+    return format_error(reason.partition("\n")[0].strip() or error)
+
+
 @dataclass(frozen=True)
 class EmbeddedPostgres:
     """Embedded Postgres server of a home folder.
@@ -184,7 +190,7 @@ class EmbeddedPostgres:
             is_stopping = "the database system is shutting down" in str(error)
             if waited > _REPORT_AFTER and not is_reported:
                 is_reported = True
-                fault = f"it does not answer; see {self.log}" if "timeout" in str(error) else format_error(error)
+                fault = f"it does not answer; see {self.log}" if "timeout" in str(error) else _describe_error(error)
                 progress(f"waiting for Postgres (process {server.pid}): {fault}")
             if waited > (_LOCK_TIMEOUT if is_stopping else _ATTACH_TIMEOUT):
                 if port == SOCKET_PORT and not (folder := Path(self.get_host(port))).exists():
@@ -193,12 +199,12 @@ class EmbeddedPostgres:
                         "another job with its own /tmp may use this home; set HPSEARCH_HOME to another folder"
                     )
                 if has_answered(error) and not is_stopping:  # a restart would end connections of others, and not help
-                    raise StorageError(f"Postgres (process {server.pid}): {format_error(error)} (see {self.log})")
+                    raise StorageError(f"Postgres (process {server.pid}): {_describe_error(error)} (see {self.log})")
                 self.stop()
                 if self.find_process() is not None:
                     raise StorageError(
                         f"Postgres (process {server.pid}) does not answer, and this user may not stop it "
-                        f"({format_error(error)}); stop it as its user or as root"
+                        f"({_describe_error(error)}); stop it as its user or as root"
                     )
             time.sleep(_POLL)
         return None
@@ -308,10 +314,10 @@ class EmbeddedPostgres:
                 return True
             if waited > _REPORT_AFTER and not is_reported:
                 is_reported = True
-                progress(f"waiting for Postgres (process {identity.pid}): {format_error(error)}")
+                progress(f"waiting for Postgres (process {identity.pid}): {_describe_error(error)}")
             is_permanent = isinstance(error, StorageError) and not isinstance(error, ServiceUnavailableError)
             if waited > _REPORT_AFTER and is_permanent:  # such as a wrong password
-                raise StorageError(f"Postgres (process {identity.pid}): {format_error(error)} (see {self.log})")
+                raise StorageError(f"Postgres (process {identity.pid}): {_describe_error(error)} (see {self.log})")
             if process.find(identity) is None:
                 if not sockets and not state.is_port_free(port):
                     return False
@@ -320,5 +326,5 @@ class EmbeddedPostgres:
                 raise StorageError(f"Postgres ended during its start: {output} (see {self.log}){remedy}")
             time.sleep(_POLL)
         raise StorageError(
-            f"Postgres does not answer after {_START_TIMEOUT:.0f} s: {format_error(error)} (see {self.log})"
+            f"Postgres does not answer after {_START_TIMEOUT:.0f} s: {_describe_error(error)} (see {self.log})"
         )
