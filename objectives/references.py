@@ -113,9 +113,11 @@ def has_kind(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 def suggest_file(path: Path) -> str:
     """Return the objective with a similar name that a missing file may mean, else the command that creates the file."""
+    if str(path).startswith(("http:/", "https:/")):
+        return "download the file, and give its path"
     known = {f"{name}.py": name for name in BUILTIN}
     with suppress(OSError):
         known |= {entry.name: str(entry) for entry in path.parent.glob("*.py") if entry.exists()}
     if close := get_close_matches(path.name, known, n=1, cutoff=0.8):
         return f"did you mean {known[close[0]]!r}?"
-    return f"create it with: hpsearch init {shlex.quote(path.name)}"
+    return f"create it with: hpsearch init {shlex.quote(str(path))}"

@@ -24,7 +24,8 @@ def init(path: Annotated[Path, typer.Argument(metavar="FILE.py", help="Path of t
     from hpsearch.objectives.template import write_template
 
     write_template(path)
-    echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
+    reference = f"./{path}" if str(path).startswith("-") else str(path)  # otherwise it would be an option
+    echo(f"wrote {path}; run it with: {format_command('run', reference)}")
 
 
 _objective = add_group("objective", OBJECTIVES_SECTION, "Show the settings and search space of an objective.")

@@ -39,7 +39,7 @@ class TPE(SamplerSpec):
 
     name: Literal["tpe"] = "tpe"
     n_startup_trials: int = Field(default=10, ge=0)
-    n_ei_candidates: int = Field(default=24, ge=1)
+    n_ei_candidates: int = Field(default=24, ge=1, le=100_000)
     multivariate: bool = True
     group: bool = True
     constant_liar: bool = True
@@ -118,7 +118,7 @@ class NSGA3(_Genetic):
     """Genetic algorithm with selection by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
 
     name: Literal["nsga3"] = "nsga3"
-    dividing_parameter: int = Field(default=3, ge=1)
+    dividing_parameter: int = Field(default=3, ge=1, le=100)
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from optuna.samplers import NSGAIIISampler
@@ -138,7 +138,7 @@ class CMAES(SamplerSpec):
     can_be_multi_objective: ClassVar[bool] = False
     can_use_paused_trials: ClassVar[bool] = False
     n_startup_trials: int = Field(default=1, ge=0)
-    popsize: int | None = Field(default=None, ge=4)
+    popsize: int | None = Field(default=None, ge=4, le=100_000)
     consider_pruned_trials: bool = False
     use_separable_cma: bool = False
     with_margin: bool = False

@@ -382,6 +382,14 @@ def test_init_does_not_overwrite_an_objective(refuse, tmp_path: Path, capsys: py
     assert "exists" in refuse("init", str(path))
 
 
+def test_init_prints_a_command_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["init", "--", "-x.py"]) == 0
+    assert capsys.readouterr().out.endswith(" run ./-x.py\n")
+
+
 def test_another_metric_has_its_own_direction() -> None:
     from hpsearch import load_objective
     from hpsearch.search.spec.resolve import resolve_spec

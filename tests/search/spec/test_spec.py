@@ -110,6 +110,7 @@ def test_the_first_rung_of_asha_is_after_a_ninth_of_the_epochs_or_their_cube_roo
         ),
         ({"sampler": {"name": "nsga2"}}, ["population_size 50", "24 trials", "lower the option"]),
         ({"sampler": {"name": "nsga3", "population_size": 1}}, ["sampler.population_size must be at least 2, not 1"]),
+        ({"sampler": {"name": "cmaes", "popsize": 10**9}}, ["sampler.popsize must be at most 100000, not 1000000000"]),
         (
             {"sampler": {"name": "cmaes", "with_margin": True, "lr_adapt": True}},
             ["with_margin and lr_adapt", "choose one"],
