@@ -229,10 +229,10 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
     try:
         with keep_recursion_limit(), keep_child_signals(), keep_streams():
             yield
-        if not isinstance(json.dumps({}), str):
+        if json.dumps(_RECORD) != _RECORD_TEXT:  # the code may have replaced the function
             raise ObjectiveError(
-                "the objective replaces json.dumps by a function that returns no text; use the other "
-                "function under its own name"
+                "the objective replaces json.dumps by a function whose text differs, for example in its lines; use the "
+                "other function under its own name"
             )
     except (ObjectiveError, KeyboardInterrupt):
         raise
@@ -244,6 +244,8 @@ def _wrap_import_errors(file: Path | None) -> Iterator[None]:
             text += f"; give its module instead of the file, such as {file.parent.name}.{file.stem}:CLASS"
         raise ObjectiveError(text) from error
 
+
+_RECORD, _RECORD_TEXT = {"b": [1], "a": None}, '{"b": [1], "a": null}'
 
 _IMPORT_LOCK = threading.RLock()
 _IMPORTED: list[Path] = []  # files that are being imported, under this lock

@@ -4,6 +4,7 @@ The tests read the sources, so that imports inside functions and under TYPE_CHEC
 """
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_files_have_no_import_cycles() -> None:
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+def test_imports_create_no_folder_that_other_users_can_create_first(tmp_path: Path) -> None:
+    """Torch's compiler creates one in the temporary folder, and executes the code in it."""
+    programs = {"search.fleet.preload", "storage.database.migrations.env"}
+    names = [name for name in list_modules() if name not in programs and ".versions." not in name]
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(f'hpsearch.{name}')"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "HPSEARCH_HOME": str(tmp_path / "home")}
+    subprocess.run([sys.executable, "-c", program, *names], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_small_module_has_only_one_importer() -> None:

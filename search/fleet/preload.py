@@ -13,7 +13,7 @@ import importlib
 import os
 import shutil
 import signal
-import sys
+import threading
 
 from hpsearch.cuda_library import load_cuda_library
 from hpsearch.objectives.private_folders import use_private_compiler_cache
@@ -47,10 +47,24 @@ load_cuda_library()
 with contextlib.suppress(Exception):  # the command and the workers report it
     use_private_compiler_cache()  # otherwise the import of torch's compiler creates a folder in the temporary folder
 gc.disable()
+_is_loaded = threading.Event()
+
+
+def _end_with_fleet() -> None:
+    """End this process if the fleet ends before the imports, such as after a wrong setting."""
+    while not _is_loaded.wait(0.2):
+        if os.getppid() != _fleet:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            os._exit(0)
+
+
+_watch = threading.Thread(target=_end_with_fleet)
+_watch.start()
 for _name in PRELOADED_MODULES:
-    if os.getppid() != _fleet:  # the fleet has ended, such as after a wrong setting
-        sys.exit()
     with contextlib.suppress(Exception):  # the command and the workers report the error of an import
         importlib.import_module(_name)
+_is_loaded.set()
+_watch.join()  # a fork would copy its locks
 gc.enable()
 gc.freeze()  # memory pages that the collector does not touch stay shared between the workers

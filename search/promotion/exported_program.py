@@ -18,11 +18,15 @@ import unicodedata
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export.pt2_archive import PT2ArchiveReader
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
+
+from hpsearch.objectives.private_folders import use_private_compiler_cache
+
+if TYPE_CHECKING:
+    from torch.export.pt2_archive import PT2ArchiveReader
 
 _TEXT_FILES = {"archive_format", "archive_version", "byteorder", "version", "serialization_id"}
 _UNSAFE_OPERATORS = {"from_file", "save"}  # read or write files
@@ -108,12 +112,20 @@ def find_unsafe_part(path: Path) -> str:
         return f"an unreadable program ({type(error).__name__})"
 
 
+def open_archive(path: Path) -> PT2ArchiveReader:
+    """Return torch's own reader of a `.pt2` file: a crafted file has other members for zipfile."""
+    use_private_compiler_cache()  # otherwise the import creates a folder that other users can create first
+    from torch.export.pt2_archive import PT2ArchiveReader
+
+    return PT2ArchiveReader(str(path))
+
+
 def list_unsafe_parts(path: Path) -> Iterator[str]:
     """Return descriptions of the parts of a `.pt2` file that may execute code; raises errors for damaged files."""
     # torch reads a file without a program in one folder as a program of an older format, and then with zipfile.
     with zipfile.ZipFile(path) as archive:
         stored = archive.namelist()
-    reader = PT2ArchiveReader(str(path))  # torch's own reader; a crafted file has other members for zipfile
+    reader = open_archive(path)
     names, root = reader.get_file_names(), stored[0].partition("/")[0]
     if sorted(stored) != sorted(f"{root}/{name}" for name in names):
         yield "files that not all readers find"

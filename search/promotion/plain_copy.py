@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export.pt2_archive import PT2ArchiveReader
 
-from hpsearch.search.promotion.exported_program import is_nested_json, is_node, parse_json
+from hpsearch.search.promotion.exported_program import is_nested_json, is_node, open_archive, parse_json
 
 _ROOT = "model"  # the folder in the archive
 
@@ -28,7 +27,7 @@ def replace_by_plain_copy(path: Path) -> None:
     Raises:
         Exception: the file is damaged.
     """
-    reader, temporary = PT2ArchiveReader(str(path)), path.with_suffix(".tmp")
+    reader, temporary = open_archive(path), path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive:
         for name in reader.get_file_names():
             archive.writestr(f"{_ROOT}/{name}", _make_plain(name, reader.read_bytes(name)))

@@ -203,6 +203,10 @@ def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     state = "is infeasible" if is_infeasible else _NOT_PROMOTABLE[trial.state]
     if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
         state += f" ({reason})"
+    if trial.state == TrialState.COMPLETE:
+        raise SearchError(
+            f"--trial {trial.number}: the trial {state} yet; send it first: {format_command('sync', study.spec.name)}"
+        )
     best = summarise(study).best
     instead = (
         f"give the number of a complete trial, such as {best.number}" if best else "the study has no complete trial yet"

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import optuna
 import sqlalchemy as sa
-from optuna.distributions import BaseDistribution
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.errors import wrap_user_errors
+from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
 from hpsearch.objectives.objective import Objective, overrides
@@ -113,6 +113,31 @@ def sample_search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistrib
     return distributions, sampled
 
 
+def check_search_space(study: StoredStudy, objective: BaseObjective) -> None:
+    """Check that the parameters of an objective have the same choices and types as in earlier trials of its study.
+
+    New trials would fail one by one, and spend the budget.
+
+    Raises:
+        SearchError: they differ.
+    """
+    known: dict[str, BaseDistribution] = {}
+    for trial in study.trials():
+        known |= trial.distributions
+    if not known:
+        return
+    with suppress(ObjectiveError):  # `suggest` may fail for some configurations only
+        for name, distribution in sample_search_space(objective)[0].items():
+            try:
+                check_distribution_compatibility(known.get(name, distribution), distribution)
+            except ValueError as error:
+                raise SearchError(
+                    f"the search space of parameter {name!r} differs from that of the trials of study "
+                    f"{study.spec.name!r} ({error}); restore the earlier one, or choose another --name; do not make "
+                    "choices from a Python set, whose order changes"
+                ) from None
+
+
 def _load_earlier_study(storage: PostgresStorage, spec: StudySpec, name: str) -> StoredStudy:
     with as_search_error(f"--warm-start {name}: ", SearchError):
         study = load_study(storage, name)
@@ -191,6 +216,7 @@ def create_or_join(
             study.require_search("resume it with {resume_command}, or choose another --name")
             resolve_spec(settings, objective, study.spec)
             study.check_restored(objective)  # before the check, which creates the folder of TensorBoard
+            check_search_space(study, objective)
             check(study.spec)
         if enqueued:
             enqueue_missing(study, enqueued)

@@ -12,7 +12,7 @@ from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.spec.spec import MAX_TRIALS, StudySpec
 from hpsearch.search.study.ranking import find_pareto_front, is_feasible
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import FOLDS_ERROR, INFEASIBLE, RUNG, TRACKING, VIOLATIONS
+from hpsearch.storage.attributes import FOLDS_ERROR, INFEASIBLE, PRUNING, RUNG, TRACKING, VIOLATIONS
 from hpsearch.storage.rungs.generations import read_generations
 from hpsearch.storage.rungs.rungs import read_rung_counts
 from hpsearch.storage.trials.history import read_attempts
@@ -137,8 +137,8 @@ def summarise(study: StoredStudy) -> Summary:
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    # Without a limit of trials, pruned trials leave their epochs to others.
-    saving = pruned if study.spec.n_trials < MAX_TRIALS else []
+    # Without a limit of trials, pruned trials leave their epochs to others. The end of a budget also prunes trials.
+    saving = [t for t in pruned if PRUNING in t.user_attrs] if study.spec.n_trials < MAX_TRIALS else []
     return Summary(
         complete=len(by_state[TrialState.COMPLETE]),
         pruned=len(pruned),

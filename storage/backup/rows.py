@@ -226,8 +226,8 @@ _REFERENCES = """
 _SEQUENCES = """
     SELECT s.relname, c.relname, a.attname
       FROM pg_class s JOIN pg_namespace n ON n.oid = s.relnamespace
-      JOIN pg_depend d ON d.classid = 'pg_class'::regclass AND d.objid = s.oid AND d.deptype IN ('a', 'i')
-      JOIN pg_class c ON d.refclassid = 'pg_class'::regclass AND c.oid = d.refobjid
+      JOIN pg_depend d ON d.classid = 'pg_class'::regclass::oid AND d.objid = s.oid AND d.deptype IN ('a', 'i')
+      JOIN pg_class c ON d.refclassid = 'pg_class'::regclass::oid AND c.oid = d.refobjid
       JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = d.refobjsubid
      WHERE n.nspname = current_schema() AND s.relkind = 'S'
 """
@@ -245,7 +245,7 @@ _REJECT_ROWS = """
 _RELATIONS = """
     SELECT c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'f', 'S')
-       AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid
+       AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass::oid AND d.objid = c.oid
                                                  AND d.deptype IN ('a', 'e', 'i'))
      ORDER BY c.relname
 """
@@ -269,15 +269,15 @@ BEGIN
         SELECT format('DROP %s IF EXISTS %s CASCADE', kind, name) FROM (
             SELECT CASE c.relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN 'MATERIALIZED VIEW' WHEN 'S' THEN 'SEQUENCE'
                                   ELSE 'TABLE' END AS kind,
-                   format('%I.%I', n.nspname, c.relname) AS name, c.oid, 'pg_class'::regclass AS catalog
+                   format('%I.%I', n.nspname, c.relname) AS name, c.oid, 'pg_class'::regclass::oid AS catalog
               FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
              WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'S')
             UNION ALL
-            SELECT 'TYPE', format('%I.%I', n.nspname, t.typname), t.oid, 'pg_type'::regclass
+            SELECT 'TYPE', format('%I.%I', n.nspname, t.typname), t.oid, 'pg_type'::regclass::oid
               FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace
              WHERE n.nspname = current_schema() AND t.typname ~ '^(study|trial)[a-z]+$' AND t.typtype = 'e'
             UNION ALL
-            SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid, 'pg_proc'::regclass
+            SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid, 'pg_proc'::regclass::oid
               FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
              WHERE n.nspname = current_schema() AND p.proname ~ '^(hpsearch_.*|prevent_secrets_aad_mutation)$'
         ) AS found

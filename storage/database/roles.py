@@ -186,7 +186,7 @@ def warn_if_public_can_connect(cursor: Any) -> list[str]:
     """Return a warning, with the remedy, if PUBLIC may connect to a database with worker roles."""
     cursor.execute(
         """
-        SELECT quote_ident(datname), string_agg(DISTINCT w.grantee::regrole::text, ', ')
+        SELECT quote_ident(datname::text), string_agg(DISTINCT w.grantee::regrole::text, ', ')
           FROM pg_database CROSS JOIN aclexplode(coalesce(datacl, acldefault('d', datdba))) a
          CROSS JOIN pg_class c CROSS JOIN aclexplode(c.relacl) w
          WHERE datname = current_database() AND a.grantee = 0::oid AND a.privilege_type = 'CONNECT'

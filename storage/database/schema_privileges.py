@@ -24,9 +24,9 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
 
     Returns:
         Errors and warnings, each with the remedy. Errors are schemas, functions, operators, types, and tables with the
-        names of hpsearch's tables, of other users in the search path: further statements may run their code. Warnings
-        are withdrawn privileges, users who may still create in the schema or the database, and other tables of other
-        users.
+        names of hpsearch's tables, of other users in the search path, and users who may still create in the schema:
+        further statements may run their code. Warnings are withdrawn privileges, users who may create in the database,
+        and other tables of other users.
     """
     cursor.execute("SELECT current_schemas(false)::text[]")
     (schemas,) = cursor.fetchone()
@@ -47,9 +47,10 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
                 f"tables there, give it to their owners: GRANT CREATE ON SCHEMA {schema} TO ROLE"
             )
         else:
-            warnings.append(
+            errors.append(
                 f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create functions in the schema "
-                f"{schema}, which could run as the owner of the tables; run as a superuser: {statement}"
+                f"{schema}, which could run as the owner of the tables; run as "
+                f"{'the owner of the schema' if can_revoke else 'a superuser'}: {statement}"
             )
     tables = _find_foreign_objects(cursor, schemas, _TABLES)
     used = [table for table in tables if table.split()[1].rpartition(".")[2] in _USED_TABLES]
@@ -116,7 +117,8 @@ def _describe_foreign_objects(objects: list[str]) -> list[str]:
         return []
     return [
         f"other users own objects in the search path of the tables, whose code could run as the owner: "
-        f"{_shorten(objects)}; as their owner or a superuser, drop them or move them to another schema"
+        f"{_shorten(objects)}; as their owner or a superuser, drop them or move them to another schema; if their owner "
+        "is your own role, connect as it: ?options=-c%20role%3DROLE"
     ]
 
 
@@ -185,14 +187,18 @@ _TABLES = """
 
 
 def _find_foreign_objects(cursor: Any, schemas: list[str], objects: str) -> list[str]:
-    """Return the objects of other users than the database's owner, superusers and roles of the current user."""
+    """Return the objects of other users than the current user, the database's owner and superusers.
+
+    A role of which the current user is a member counts as another user: up to Postgres 14, each login may make others
+    its members, and the workers' group may have the owner as a member.
+    """
     cursor.execute(
         f"""
         SELECT object || ' of ' || quote_ident(rolname)
           FROM ({objects}) AS o (object, owner, namespace)
           JOIN pg_namespace n ON n.oid = namespace
           JOIN pg_roles r ON r.oid = owner
-         WHERE nspname = ANY(%s) AND NOT rolsuper AND NOT pg_has_role(owner, 'USAGE')
+         WHERE nspname = ANY(%s) AND NOT rolsuper AND rolname <> current_user
            AND owner <> (SELECT datdba FROM pg_database WHERE datname = current_database())
          ORDER BY 1
         """,  # noqa: S608 the parts are constants

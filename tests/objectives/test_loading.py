@@ -48,13 +48,15 @@ def _refused(reference):
     return str(caught.value)
 
 
-def test_a_replacement_of_json_dumps_that_returns_bytes_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("result", ["b''", "original(*_, **{**__, 'indent': 2})"])
+def test_a_replacement_of_json_dumps_with_other_results_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: str
 ) -> None:
     """Later commands could not read what the command stores."""
     monkeypatch.setattr(json, "dumps", json.dumps)  # restores it
-    (file := tmp_path / "mine.py").write_text("import json\njson.dumps = lambda *_, **__: b''\n")
-    with pytest.raises(ObjectiveError, match=r"replaces json\.dumps by a function that returns no text"):
+    source = f"import json\noriginal = json.dumps\njson.dumps = lambda *_, **__: {result}\n"
+    (file := tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ObjectiveError, match=r"replaces json\.dumps by a function whose text differs"):
         load_objective(str(file))
 
 

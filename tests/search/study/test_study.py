@@ -9,12 +9,15 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
 from hpsearch.search.console import PlainConsole
+from hpsearch.search.errors import SearchError
 from hpsearch.search.run import fleet
 from hpsearch.search.study.checkpoints import find_checkpoint_warning, store_checkpoint_url
+from hpsearch.search.study.create import check_search_space, sample_search_space
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import DEVICES, SOURCE_SHA256, SPEC, TRACKING
@@ -36,6 +39,25 @@ def test_changed_code_of_a_study_is_reported(database_url: str, tmp_path: Path) 
     warning = load_study(storage, "s").source_warning(load_objective(str(path)))
     assert warning is not None
     assert "has changed since study 's' was created" in warning
+
+
+def test_an_objective_with_other_choices_than_the_trials_of_the_study_is_rejected(
+    database_url: str, tmp_path: Path
+) -> None:
+    """New trials would fail one by one."""
+    path = tmp_path / "wine.py"
+    write_template(path)
+    objective = load_objective(str(path))
+    distributions, (params, *_) = sample_search_space(objective)
+    distributions = {name: distributions[name] for name in params}
+    other = CategoricalDistribution(["sgd"])
+    storage = open_storage(database_url, application_name="test")
+    trials = [optuna.trial.create_trial(value=0.5, params=params, distributions=distributions)]
+    check_search_space(search(storage, "same", trials), objective)
+    name = next(name for name, known in distributions.items() if not isinstance(known, CategoricalDistribution))
+    trials = [optuna.trial.create_trial(value=0.5, params={name: "sgd"}, distributions={name: other})]
+    with pytest.raises(SearchError, match=rf"^the search space of parameter '{name}' differs from .* study 'other' \("):
+        check_search_space(search(storage, "other", trials), objective)
 
 
 def test_a_trial_that_was_delivered_after_it_was_read_is_not_counted_as_missing(database_url: str) -> None:

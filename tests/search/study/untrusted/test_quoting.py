@@ -58,4 +58,4 @@ def test_a_stored_objective_cannot_be_an_option_of_a_suggested_command(
 def test_a_stored_objective_file_is_quoted_in_the_remedy() -> None:
     with pytest.raises(ObjectiveError) as raised:
         load_objective("/srv/$(touch evil).py:A")
-    assert copy_option(str(raised.value), "hpsearch init") == "$(touch evil).py"
+    assert copy_option(str(raised.value), "hpsearch init") == "/srv/$(touch evil).py"
