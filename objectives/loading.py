@@ -43,6 +43,7 @@ from hpsearch.objectives.references import (
     split_file_reference,
     suggest_file,
 )
+from hpsearch.working_folder import import_matplotlib
 
 
 def load_objective(reference: str) -> BaseObjective:
@@ -121,6 +122,7 @@ def source_hash(objective: BaseObjective) -> str:
 
 def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> type[BaseObjective]:
     use_private_compiler_cache()  # the code may compile models itself
+    import_matplotlib()
     reference = normalize_reference(reference)
     reference = BUILTIN.get(reference, reference)
     if (file := split_file_reference(reference)) is not None:

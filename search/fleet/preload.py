@@ -19,6 +19,7 @@ from hpsearch.cuda_library import load_cuda_library
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 from hpsearch.search.fleet.fork_server import SOCKET_FOLDER_VARIABLE
 from hpsearch.search.process.signals import exit_on_signals
+from hpsearch.working_folder import import_matplotlib
 
 PRELOADED_MODULES = (
     "hpsearch.search.worker.lifecycle",
@@ -46,6 +47,7 @@ if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
 load_cuda_library()
 with contextlib.suppress(Exception):  # the command and the workers report it
     use_private_compiler_cache()  # otherwise the import of torch's compiler creates a folder in the temporary folder
+import_matplotlib()
 gc.disable()
 _is_loaded = threading.Event()
 

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hpsearch.changeable_paths import find_changeable_part
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib, without the style file of a working folder in which other users can create files.
+
+    A style can start LaTeX with commands that read files. Call this before anything that imports matplotlib.
+    """
+    if "matplotlib" in sys.modules:
+        return
+    with suppress(OSError, ImportError):  # without a working folder there is no file
+        if find_changeable_part(Path.cwd(), as_folder=True) is not None:
+            with use_root_folder():
+                import matplotlib  # noqa: F401 it reads the file during the import
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_names
 from hpsearch.objectives.model_metric_names import MODEL_METRICS
+from hpsearch.working_folder import import_matplotlib
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.data.dataset import Dataset
@@ -268,6 +269,7 @@ def can_sync_over_ranks(metrics: Any) -> bool:
 
 
 def _import_torchmetrics(part: str) -> Any:
+    import_matplotlib()  # torchmetrics imports it
     try:
         return importlib.import_module(f"torchmetrics.{part}")
     except ModuleNotFoundError as error:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from hpsearch.objectives.training.loop.steplog import DENSE_STEPS
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.working_folder import import_matplotlib
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _COLUMNS = 2  # columns of panels
 _MARGIN, _MAX_NAME = 2.4, 32  # margin in inches for layer names, and their maximum length in characters
@@ -24,6 +29,22 @@ _LARGEST = 1e300  # matplotlib cannot place ticks at larger numbers
 _figures = threading.local()  # the figures of this thread, by their kind and panels
 
 
+def _in_default_style(draw: Callable[P, T]) -> Callable[P, T]:
+    """Let a function draw in matplotlib's default style. With other styles, it could start LaTeX, or fail."""
+
+    @functools.wraps(draw)
+    def draw_in_style(*args: P.args, **kwargs: P.kwargs) -> T:
+        import_matplotlib()
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            return draw(*args, **kwargs)
+
+    return draw_in_style
+
+
+@_in_default_style
 def plot_curves(history: list[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
     """Draw a panel for each name, such as `loss`, with its training and validation values over epochs, as a PNG."""
     figure, all_axes = _get_figure("curves", 5.2, len(names))
@@ -32,6 +53,7 @@ def plot_curves(history: list[EpochRecord], path: Path, names: Sequence[str], *,
     return _save(figure, path)
 
 
+@_in_default_style
 def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     """Draw the gradient norm of each layer in the records of a `StepLog`, as a PNG; return None without norms."""
     records = [record for record in steps if "layers" in record]
@@ -73,6 +95,7 @@ def plot_gradient_norms(steps: Sequence[dict[str, Any]], path: Path) -> Path | N
     return _save(figure, path)
 
 
+@_in_default_style
 def plot_lr_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
     """Draw the loss of a learning-rate range test over the rate, with the suggested rate, as a PNG."""
     figure, axes = _plot_curve(losses, "loss of the same training samples", rates, "learning rate")
@@ -81,6 +104,7 @@ def plot_lr_range(rates: Sequence[float], losses: Sequence[float], path: Path, *
     return _save_with_legend(figure, axes, path)
 
 
+@_in_default_style
 def plot_overfit(losses: Sequence[float], path: Path, *, target: float) -> Path:
     """Draw the loss on one batch over steps, and the target that the loss must reach, as a PNG."""
     figure, axes = _plot_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
@@ -110,12 +134,9 @@ def _make_figure(width: float, panels: int = 1, *, margin: float = 0.0) -> tuple
 
     The margins are fixed, because a layout engine draws the figure twice, which doubles the time.
     """
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if Path(matplotlib.matplotlib_fname()).absolute().parent == Path.cwd():  # a file of someone else could start LaTeX
-        matplotlib.rcdefaults()
     columns = min(panels, _COLUMNS)
     rows = -(-panels // columns)
     across, down = width * columns + margin, _HEIGHT * rows

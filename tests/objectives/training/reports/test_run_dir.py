@@ -166,17 +166,32 @@ def test_a_lost_trial_writes_no_metrics(wine, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+_STYLES = """
+import os
+from pathlib import Path
+from hpsearch import load_objective
+from hpsearch.objectives.training.reports.plots import plot_overfit
+load_objective("digits")
+import matplotlib
+if Path("matplotlibrc").exists():
+    os.remove("matplotlibrc")  # another user can do this after the import
+assert not matplotlib.rcParams["text.usetex"], "this is the style of the objective"
+matplotlib.rcParams["text.usetex"] = True
+plot_overfit([2.0, 1.0], Path("a.png"), target=0.1)
+assert matplotlib.rcParams["text.usetex"]
+"""
+
+
 @pytest.mark.soak
-def test_the_style_of_the_working_folder_cannot_start_latex(tmp_path: Path) -> None:
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    (tmp_path / "latex").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
-    (tmp_path / "latex").chmod(0o755)
-    code = "from pathlib import Path; from hpsearch.objectives.training.reports.plots import plot_overfit; "
-    code += "plot_overfit([2.0, 1.0], Path('a.png'), target=0.1)"
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "a.png").exists()
-    assert not (tmp_path / "ran").exists()
+def test_the_style_of_a_working_folder_of_all_users_cannot_start_latex(open_folder: Path) -> None:
+    open_folder.chmod(0o1777)
+    (open_folder / "matplotlibrc").write_text("text.usetex: True\n")
+    (open_folder / "latex").write_text(f"#!/bin/sh\ntouch {open_folder / 'ran'}\n")
+    (open_folder / "latex").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{open_folder}:{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-c", _STYLES], cwd=open_folder, env=environment, check=True)
+    assert (open_folder / "a.png").exists()
+    assert not (open_folder / "ran").exists()
 
 
 def test_a_run_dir_with_a_link_is_rejected(wine, tmp_path):
