@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import logging
 import os
 import re
@@ -52,8 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
         with suppress(AttributeError, OSError, ValueError):  # a full pipe that does not block would lose text
             os.set_blocking(stream.fileno(), True)
     given = sys.argv[1:] if arguments is None else arguments
+    streams = sys.stdout, sys.stderr
     try:
         code = run_command(given)
+        sys.stdout, sys.stderr = streams  # an objective may have replaced them
         sys.stdout.flush()
     except OSError as error:
         broken = find_broken_streams()
@@ -69,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if given[:1] == ["worker"]:  # engines depend on its exit code
         ignore_stop_signals()
+    gc.freeze()  # otherwise the garbage collection at exit takes 2 s after a search
     sys.exit(code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -28,7 +27,6 @@ def main() -> None:
     if sys.flags.inspect and is_program and "PYTHONINSPECT" in os.environ:  # it would replace the exit code
         del os.environ["PYTHONINSPECT"]
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again
-    atexit.register(_skip_finalization)  # first, so that it runs after all other exit hooks
     umask = os.umask(0o077)  # if all users could write new files, they could change compiled modules
     os.umask(umask if umask & 0o002 else umask | 0o022)
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the caller ignores the signal
@@ -68,26 +66,10 @@ def main() -> None:
         os._exit(1)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0
-        _ended.append(code)
         if signal.getsignal(signal.SIGINT) is interrupt:  # it would raise in exit hooks of libraries
             signal.signal(signal.SIGINT, lambda *_: os._exit(code))
         prepare_exit(code)
         raise
-
-
-_ended: list[int] = []  # the exit code of the command when it has ended
-
-
-def _skip_finalization() -> None:
-    """End this process at once if the command has ended.
-
-    The interpreter would delete all objects, which takes seconds after a search, and code of libraries may crash then.
-    """
-    if _ended:
-        with contextlib.suppress(Exception):  # the interpreter reports the error of a stream
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(_ended[0])
 
 
 def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:

@@ -105,23 +105,3 @@ def test_a_lack_of_memory_is_one_line() -> None:
         1,
         "hpsearch: not enough memory; end other programs, or raise the limit of memory\n",
     )
-
-
-_CRASHING = """
-import os, signal, sys
-
-class Library:
-    def __del__(self, kill=os.kill, crash=(os.getpid(), signal.SIGSEGV)):
-        kill(*crash)
-
-sys.library = Library()
-from hpsearch.__main__ import main
-main()
-"""
-
-
-def test_a_library_that_crashes_while_the_interpreter_exits_does_not_change_the_exit_code() -> None:
-    """As a profiler of torch does that is not stopped."""
-    done = subprocess.run([sys.executable, "-c", _CRASHING, "--help"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Usage: ")
