@@ -63,13 +63,14 @@ def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[flo
                 f"parameter {name!r} has the choice {choice!r}, which is of type {type(choice).__name__}, but the "
                 "database holds only None, bool, int, float and str; let the choices be the keys of a dictionary"
             )
-    for place, choice in enumerate(choices):
-        for other in choices[:place]:
-            if choice == other and type(choice) is not type(other):  # such as 1 and True
-                raise ObjectiveError(
-                    f"parameter {name!r} has the choices {other!r} and {choice!r}, which are equal in Python, so that "
-                    "trials would get only one of them; let the choices be texts, or remove one"
-                )
+    first: dict[Any, Any] = {}
+    for choice in choices:
+        other = first.setdefault(choice, choice)
+        if not isinstance(choice, str) and type(choice) is not type(other):  # such as 1 and True
+            raise ObjectiveError(
+                f"parameter {name!r} has the choices {other!r} and {choice!r}, which are equal in Python, so that "
+                "trials would get only one of them; let the choices be texts, or remove one"
+            )
     if not name:
         raise ObjectiveError("a parameter has an empty name; give it a name")
     for kind, text in (("name", name), *(("choice", choice) for choice in choices if isinstance(choice, str))):

@@ -229,7 +229,7 @@ def format_score(value: float | None, missing: str = "-") -> str:
     """Return a metric value with four decimals, or four significant digits if it is tiny or huge."""
     if value is None:
         return missing
-    is_usual = value == 0 or 1e-3 <= abs(value) < 1e9 or not math.isfinite(value)
+    is_usual = value == 0 or 1e-3 <= abs(value) < 1e15 or not math.isfinite(value)
     return f"{value:.4f}" if is_usual else f"{value:.4g}"
 
 

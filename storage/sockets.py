@@ -42,6 +42,7 @@ def connect_to_loopback(port: int, timeout: float | None) -> socket.socket:
     Raises:
         OSError: no process accepts the connection within the timeout in seconds.
     """
+    _check_port(port)
     opened = PlainSocket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         opened.settimeout(timeout)
@@ -80,8 +81,7 @@ def bind_exclusively(host: str, port: int) -> list[socket.socket]:
     With SO_REUSEPORT, Linux accepts a port that has only sockets of the same user, and closed connections, which
     remain for a minute. Because two servers of the user could share the port too, a port with a server is rejected.
     """
-    if not 0 <= port < 1 << 16:  # getaddrinfo would take another port
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    _check_port(port)
     if port and _count_listeners(port):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     found = _socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -98,6 +98,11 @@ def bind_exclusively(host: str, port: int) -> list[socket.socket]:
         close_all(made)
         raise
     return made
+
+
+def _check_port(port: int) -> None:
+    if not 0 <= port < 1 << 16:  # from a damaged file; getaddrinfo would take another port
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def close_all(sockets: Iterable[socket.socket]) -> None:

@@ -21,7 +21,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import DATA_SHA256, LEAKS
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
-_MIN_SHOWN_BIAS = 1e-6  # relative to the largest value: metrics of counts may be float32
+_MIN_SHOWN_BIAS = 1e-7  # relative to the largest value: metrics of counts may be float32
 _MAX_LISTED = 5  # trials
 _VERDICT_WORDS = {"confirmed": "", "incomplete": "cannot win"}  # words that differ from the verdict
 

@@ -61,7 +61,7 @@ def _end_with_fleet() -> None:
             os._exit(0)
 
 
-_watch = threading.Thread(target=_end_with_fleet)
+_watch = threading.Thread(target=_end_with_fleet, daemon=True)
 _watch.start()
 for _name in PRELOADED_MODULES:
     with contextlib.suppress(Exception):  # the command and the workers report the error of an import

@@ -63,8 +63,8 @@ def fetch_model(
 def remove_ids(folder: Path) -> None:
     """Remove the ids of a model from its metadata, because MLflow asks the server about models with ids."""
     file = folder / "MLmodel"
-    metadata = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**metadata, "model_id": None, "run_id": None}))
+    metadata = yaml.safe_load(file.read_text(encoding="utf-8"))
+    file.write_text(yaml.safe_dump({**metadata, "model_id": None, "run_id": None}), encoding="utf-8")
 
 
 def download_verified(
@@ -94,7 +94,7 @@ def find_code(folder: Path) -> str:
     """Return a description of the first part of a model that can execute code; empty if there is none."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     try:
-        flavors: dict[str, Any] = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
+        flavors: dict[str, Any] = yaml.safe_load((folder / "MLmodel").read_text(encoding="utf-8"))["flavors"]
         kinds = {str(name): dict(flavor) for name, flavor in flavors.items()}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return "no readable file MLmodel"

@@ -59,6 +59,7 @@ from hpsearch.storage.trials.lost_attempts import count_running_trials
 from hpsearch.storage.urls import Addresses
 
 SAMPLE_SIZE = 50  # random configurations that show a search space with its branches
+_FEW_SAMPLES = 5  # if the configurations of earlier trials are known
 
 
 def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
@@ -94,7 +95,9 @@ def make_warm_start_attrs(storage: PostgresStorage, spec: StudySpec, objective: 
     return {WARM_START_KEY: data.to_json()}
 
 
-def sample_search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:
+def sample_search_space(
+    objective: BaseObjective, count: int = SAMPLE_SIZE
+) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:
     """Sample random configurations of an objective.
 
     Returns:
@@ -104,7 +107,7 @@ def sample_search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistrib
     scratch = optuna.create_study(sampler=RandomSampler(0))
     distributions: dict[str, BaseDistribution] = {}
     sampled = []
-    for _ in range(SAMPLE_SIZE):
+    for _ in range(count):
         trial = scratch.ask()
         with wrap_user_errors(f"{type(objective).__name__}.suggest"):
             objective.configure(trial)
@@ -127,7 +130,7 @@ def check_search_space(study: StoredStudy, objective: BaseObjective) -> None:
     if not known:
         return
     with suppress(ObjectiveError):  # `suggest` may fail for some configurations only
-        for name, distribution in sample_search_space(objective)[0].items():
+        for name, distribution in sample_search_space(objective, _FEW_SAMPLES)[0].items():
             try:
                 check_distribution_compatibility(known.get(name, distribution), distribution)
             except ValueError as error:
@@ -216,8 +219,8 @@ def create_or_join(
             study.require_search("resume it with {resume_command}, or choose another --name")
             resolve_spec(settings, objective, study.spec)
             study.check_restored(objective)  # before the check, which creates the folder of TensorBoard
-            check_search_space(study, objective)
             check(study.spec)
+        check_search_space(study, objective)
         if enqueued:
             enqueue_missing(study, enqueued)
         return study, bool(made)

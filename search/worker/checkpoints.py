@@ -224,7 +224,7 @@ def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
     manifest = state.get("shards", {"folder": "", "files": {}})
     folder = PurePosixPath(manifest["folder"]).name
     parts = {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
-    if not all(is_checkpoint_path(part.path) for part in parts.values()):
+    if folder == ".." or not all(is_checkpoint_path(part.path) for part in parts.values()):
         raise StoredCheckpointError(f"{path} names files that are not shards")
     return parts
 

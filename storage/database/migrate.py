@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.redaction import redact
 from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
-from hpsearch.storage.database.roles import OWNER, find_shared_grantees, grant_workers, warn_if_public_can_connect
-from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
+from hpsearch.storage.database.roles import (
+    OWNER,
+    find_shared_grantees,
+    grant_workers,
+    protect_owner_tables,
+    warn_if_public_can_connect,
+)
+from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, REVISION_TABLES, VERSION_TABLE
 from hpsearch.storage.database.schema_privileges import (
     find_foreign_code,
     find_transactions_of_others,
@@ -141,12 +147,18 @@ def create_tables(url: str, revision: str, *, setting: str = "HPSEARCH_OWNER_URL
     """Create the tables of an earlier revision of hpsearch in a database without tables, for `migrate` to upgrade.
 
     Raises:
-        StorageError: the database cannot be reached, or the user may not create tables.
+        StorageError: the database cannot be reached, the user may not create tables, or another user has changed them.
     """
     url = normalise_url(url, setting=setting)
     with _convert_errors(url, setting):
         _migrate_optuna(url, setting, None)
         _migrate_hpsearch(url, setting, None, revision)
+    with _migration_transaction(url, setting) as cursor:
+        # Until now, the default privileges of worker roles held for the new tables.
+        cursor.execute(f"LOCK TABLE {', '.join(REVISION_TABLES)} IN ACCESS EXCLUSIVE MODE")
+        protect_owner_tables(cursor)
+        if [read_revision(cursor, table) for table in REVISION_TABLES] != [OPTUNA_REVISION, revision]:
+            raise StorageError(f"{setting} {redact(url)}: another user has changed the new tables; repeat the command")
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def grant_workers(cursor: Any, named: Collection[str] = ()) -> None:
         cursor.execute(sql.SQL(_GRANT).format(**names))
         if can_grant_connect:
             cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {database} TO {role}").format(**names))
-    _protect_owner_tables(cursor)
+    protect_owner_tables(cursor)
 
 
 _GRANT = """
@@ -152,8 +152,8 @@ _GRANT = """
 """
 
 
-def _protect_owner_tables(cursor: Any) -> None:
-    """Let only the owner change the revisions and the ids of studies.
+def protect_owner_tables(cursor: Any) -> None:
+    """Let only the owner change the revisions and the ids of studies, which earlier revisions do not have.
 
     New tables have the default privileges of the roles of earlier calls.
     """
@@ -161,8 +161,9 @@ def _protect_owner_tables(cursor: Any) -> None:
         """
         SELECT DISTINCT c.oid::regclass::text, CASE grantee WHEN 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END
           FROM pg_class c CROSS JOIN aclexplode(c.relacl)
-         WHERE c.oid = ANY(%s::regclass[]::oid[]) AND pg_has_role(c.relowner, 'USAGE')
-           AND grantee <> c.relowner AND privilege_type IN ('INSERT', 'UPDATE', 'DELETE')
+         WHERE c.oid IN (SELECT to_regclass(name)::oid FROM unnest(%s::text[]) AS name)
+           AND pg_has_role(c.relowner, 'USAGE') AND grantee <> c.relowner
+           AND privilege_type IN ('INSERT', 'UPDATE', 'DELETE')
         """,
         ([*REVISION_TABLES, OPTUNA_VERSION_TABLE, STUDY_IDS_TABLE],),
     )

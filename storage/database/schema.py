@@ -39,6 +39,8 @@ OPTUNA_TABLES = (
     OPTUNA_VERSION_TABLE,
 )
 
+OPTUNA_TYPES = ("studydirection", "trialstate", "trialvaluetype", "trialintermediatevaluetype")
+
 OWN_TABLES = (
     "hpsearch_attempts",
     "hpsearch_checkpoints",

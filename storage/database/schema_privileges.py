@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpsearch.storage.database.schema import OPTUNA_TABLES, OWN_TABLES, REVISION_TABLES, STUDY_IDS_TABLE
+from hpsearch.storage.database.schema import OPTUNA_TABLES, OPTUNA_TYPES, OWN_TABLES, REVISION_TABLES, STUDY_IDS_TABLE
 
 _SHOWN_OBJECTS = 5
 _EVERYONE = "PUBLIC"
-_USED_TABLES = {*OPTUNA_TABLES, *OWN_TABLES, *REVISION_TABLES, STUDY_IDS_TABLE}
+# A table has a type of its name.
+_USED_NAMES = {*OPTUNA_TABLES, *OPTUNA_TYPES, *OWN_TABLES, *REVISION_TABLES, STUDY_IDS_TABLE}
 
 
 def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
@@ -44,18 +45,19 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
             cursor.execute(statement)
             warnings.append(
                 f"the permission of all users to create in the schema {schema} is withdrawn; if other programs have "
-                f"tables there, give it to their owners: GRANT CREATE ON SCHEMA {schema} TO ROLE"
+                "tables there, move these to a schema of their own"
             )
         else:
             errors.append(
                 f"{'all users' if grantee == _EVERYONE else f'the role {grantee}'} may create functions in the schema "
                 f"{schema}, which could run as the owner of the tables; run as "
-                f"{'the owner of the schema' if can_revoke else 'a superuser'}: {statement}"
+                f"{'the owner of the schema' if can_revoke else 'a superuser'}: {statement}; or keep the tables in a "
+                "schema of their own, which the search_path of their owner and workers names"
             )
     tables = _find_foreign_objects(cursor, schemas, _TABLES)
-    used = [table for table in tables if table.split()[1].rpartition(".")[2] in _USED_TABLES]
-    errors += _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE), *used])
-    if others := [table for table in tables if table not in used]:
+    used = {name: description for name, description in tables.items() if name in _USED_NAMES}
+    errors += _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE).values(), *used.values()])
+    if others := [description for name, description in tables.items() if name not in used]:
         warnings.append(
             f"other users own tables in the schema of the studies: {_shorten(others)}; check their triggers"
         )
@@ -71,7 +73,7 @@ def find_foreign_code(cursor: Any) -> list[str]:
     (schemas,) = cursor.fetchone()
     cursor.execute("SET LOCAL search_path = pg_catalog")
     found = _find_foreign_objects(cursor, schemas, f"{_CODE} UNION ALL {_TABLES}")
-    return _describe_foreign_objects([*_find_foreign_schemas(cursor, schemas), *found])
+    return _describe_foreign_objects([*_find_foreign_schemas(cursor, schemas), *found.values()])
 
 
 def find_transactions_of_others(cursor: Any) -> set[str]:
@@ -117,8 +119,9 @@ def _describe_foreign_objects(objects: list[str]) -> list[str]:
         return []
     return [
         f"other users own objects in the search path of the tables, whose code could run as the owner: "
-        f"{_shorten(objects)}; as their owner or a superuser, drop them or move them to another schema; if their owner "
-        "is your own role, connect as it: ?options=-c%20role%3DROLE"
+        f"{_shorten(objects)}; if one of these users owns your studies, connect as this user (for a group: "
+        "?options=-c%20role%3DGROUP); otherwise drop the objects or move them to another schema, as a superuser or as "
+        "their owner"
     ]
 
 
@@ -171,43 +174,48 @@ def _find_creators_of_schemas(cursor: Any) -> list[str]:
     ]
 
 
-# Kind and name, owner and schema of each object.
+# Kind and name, owner, schema, and a key of each object.
 _CODE = """
-    SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace FROM pg_proc
+    SELECT 'function ' || oid::regprocedure::text, proowner, pronamespace, oid::regprocedure::text FROM pg_proc
     UNION ALL
-    SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace FROM pg_operator
+    SELECT 'operator ' || oid::regoperator::text, oprowner, oprnamespace, oid::regoperator::text FROM pg_operator
     UNION ALL
-    SELECT 'type ' || oid::regtype::text, typowner, typnamespace
+    SELECT 'type ' || oid::regtype::text, typowner, typnamespace, oid::regtype::text
       FROM pg_type WHERE typtype IN ('b', 'd', 'e', 'm', 'r') AND typelem = 0::oid
+    UNION ALL
+    SELECT 'type ' || oid::regclass::text, relowner, relnamespace, oid::regclass::text FROM pg_class WHERE relkind = 'c'
 """
 _TABLES = """
-    SELECT 'table ' || oid::regclass::text, relowner, relnamespace
+    SELECT 'table ' || oid::regclass::text, relowner, relnamespace, relname::text
       FROM pg_class WHERE relkind IN ('r', 'p', 'v', 'm', 'f')
 """
 
 
-def _find_foreign_objects(cursor: Any, schemas: list[str], objects: str) -> list[str]:
-    """Return the objects of other users than the current user, the database's owner and superusers.
+def _find_foreign_objects(cursor: Any, schemas: list[str], objects: str) -> dict[str, str]:
+    """Return the objects of users who are not the current user, the database's owner or superusers.
+
+    Returns:
+        A description of each object, by a key, which is the name of a table.
 
     A role of which the current user is a member counts as another user: up to Postgres 14, each login may make others
     its members, and the workers' group may have the owner as a member.
     """
     cursor.execute(
         f"""
-        SELECT object || ' of ' || quote_ident(rolname)
-          FROM ({objects}) AS o (object, owner, namespace)
+        SELECT key, object || ' of ' || quote_ident(rolname)
+          FROM ({objects}) AS o (object, owner, namespace, key)
           JOIN pg_namespace n ON n.oid = namespace
           JOIN pg_roles r ON r.oid = owner
          WHERE nspname = ANY(%s) AND NOT rolsuper AND rolname <> current_user
            AND owner <> (SELECT datdba FROM pg_database WHERE datname = current_database())
-         ORDER BY 1
+         ORDER BY 2
         """,  # noqa: S608 the parts are constants
         (schemas,),
     )
-    return [text for (text,) in cursor.fetchall()]
+    return dict(cursor.fetchall())
 
 
 def _find_foreign_schemas(cursor: Any, schemas: list[str]) -> list[str]:
     """Return the schema with the name of the current user if it belongs to another user."""
-    statement = "SELECT 'schema ' || oid::regnamespace::text, nspowner, oid FROM pg_namespace"
-    return _find_foreign_objects(cursor, schemas, f"{statement} WHERE nspname = current_user")
+    statement = "SELECT 'schema ' || oid::regnamespace::text, nspowner, oid, nspname::text FROM pg_namespace"
+    return list(_find_foreign_objects(cursor, schemas, f"{statement} WHERE nspname = current_user").values())

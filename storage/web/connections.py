@@ -12,7 +12,7 @@ import socket
 import urllib.request
 from typing import Any
 
-from hpsearch.storage.sockets import connect_to_loopback, is_own_server
+from hpsearch.storage.sockets import LOOPBACK, connect_to_loopback, is_own_server
 
 
 def connect_to_own_server(port: int, timeout: float | None) -> socket.socket:
@@ -35,6 +35,8 @@ class OwnServerConnection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """Open the connection."""
+        if self.host != LOOPBACK:  # another server, to which an embedded service redirects
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{self.host} is no address of an embedded service")
         self.sock = connect_to_own_server(self.port, self.timeout)
 
 

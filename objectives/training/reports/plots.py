@@ -26,6 +26,7 @@ _NAMES = (0.005, 0.14, 0.37)  # x positions of the names of curves, as shares of
 
 _LARGEST = 1e300  # matplotlib cannot place ticks at larger numbers
 
+_STYLE_LOCK = threading.RLock()  # the style belongs to the process
 _figures = threading.local()  # the figures of this thread, by their kind and panels
 
 
@@ -37,7 +38,7 @@ def _in_default_style(draw: Callable[P, T]) -> Callable[P, T]:
         import_matplotlib()
         import matplotlib
 
-        with matplotlib.rc_context():
+        with _STYLE_LOCK, matplotlib.rc_context():
             matplotlib.rcdefaults()
             return draw(*args, **kwargs)
 

@@ -55,9 +55,10 @@ def test_the_previous_checkpoint_is_used_if_a_shard_is_damaged_or_gone(
     ], "what was brought of the other is gone"
 
 
-def test_a_checkpoint_that_names_other_files_as_shards_is_rejected(study: Study) -> None:
+@pytest.mark.parametrize(("folder", "name"), [("x", "../../y"), ("x/..", ".metadata")])
+def test_a_checkpoint_that_names_other_files_as_shards_is_rejected(study: Study, folder: str, name: str) -> None:
     first = study.attempt(1)
-    state = {**state_after(1), "shards": {"folder": "x", "files": {"../../y": {"sha256": "0", "size": 1}}}}
+    state = {**state_after(1), "shards": {"folder": folder, "files": {name: {"sha256": "0", "size": 1}}}}
     with pytest.raises(StoredCheckpointError, match="names files that are not shards"):
         first.kept._put_last("0001", state)
 

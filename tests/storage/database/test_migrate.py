@@ -299,6 +299,8 @@ _PLANTED_TRIGGER = """
         (_PLANTED_TABLE, "table public.version_info"),
         ("CREATE TYPE public.trialstate AS ENUM ('RUNNING')", "type public.trialstate"),
         ("CREATE DOMAIN public.trialstate AS text CHECK (VALUE <> '')", "type public.trialstate"),
+        ("CREATE TYPE public.studydirection AS (x text)", "type public.studydirection"),
+        ("CREATE TABLE public.studydirection (x text)", "table public.studydirection"),
     ],
 )
 def test_tables_and_types_of_others_that_hpsearch_would_use_are_an_error(
@@ -365,6 +367,10 @@ def test_functions_that_a_worker_has_added_to_an_extension_are_an_error(
         migrate(team)
 
 
+def _run_remedy(admin: str, error: StorageError) -> None:
+    execute(admin, str(error).partition("superuser: ")[2].partition("; or keep")[0])
+
+
 @TEAM
 def test_a_schema_of_the_superuser_needs_the_superuser(postgres_server: PostgresServer, team: str) -> None:
     """As in every database of Postgres 14 or earlier, where the owner of a database does not own its schema."""
@@ -372,7 +378,7 @@ def test_a_schema_of_the_superuser_needs_the_superuser(postgres_server: Postgres
     execute(admin, _OPEN_SCHEMA, "ALTER SCHEMA public OWNER TO postgres", "REVOKE ALL ON SCHEMA public FROM team")
     with pytest.raises(StorageError, match="all users may create functions in the schema public") as raised:
         migrate(team, worker_roles=["team_worker"])  # a worker could create one between the check and a statement
-    execute(admin, str(raised.value).partition("superuser: ")[2])
+    _run_remedy(admin, raised.value)
     migrate(team, worker_roles=["team_worker"])
     _use(postgres_server.url("team", user="team_worker"))
 
@@ -401,9 +407,36 @@ def test_the_owner_of_the_tables_keeps_its_privilege_in_a_database_of_the_superu
         with pytest.raises(StorageError, match="may create functions in the schema public") as raised:
             migrate(team)
         assert who in str(raised.value)
-        execute(admin, str(raised.value).partition("superuser: ")[2])
+        _run_remedy(admin, raised.value)
     migrate(team)
     execute(team, "CREATE TABLE public.later ()")
+
+
+@TEAM
+def test_a_table_of_a_worker_in_a_schema_with_an_odd_name_is_an_error(
+    postgres_server: PostgresServer, team: str
+) -> None:
+    admin = sa.make_url(postgres_server.admin_url).set(database="team").render_as_string(hide_password=False)
+    execute(team, 'CREATE SCHEMA "team a.b"', 'ALTER ROLE team SET search_path = "team a.b"')
+    execute(admin, 'CREATE TABLE "team a.b".alembic_version ()')
+    execute(admin, 'ALTER TABLE "team a.b".alembic_version OWNER TO team_worker')
+    with pytest.raises(StorageError, match=r'table "team a\.b"\.alembic_version of team_worker'):
+        migrate(team)
+
+
+@TEAM
+def test_workers_cannot_change_the_revision_of_tables_that_are_created_for_a_restore(
+    postgres_server: PostgresServer, team: str
+) -> None:
+    """They have access to new tables by the default privileges that an earlier migration has set."""
+    worker = postgres_server.url("team", user="team_worker")
+    migrate(team, worker_roles=["team_worker"])
+    execute(team, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public", "GRANT USAGE ON SCHEMA public TO team_worker")
+    execute(team, "ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT ALL ON TABLES TO team_worker")
+    create_tables(team, "0016")
+    for table in REVISION_TABLES:
+        with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+            execute(worker, f"UPDATE {table} SET version_num = version_num")
 
 
 @TEAM
@@ -416,5 +449,8 @@ def test_the_tables_may_be_in_another_schema(postgres_server: PostgresServer, te
     check_database(team)
     engine = sa.create_engine(team)
     assert "hpsearch_study_ids" in sa.inspect(engine).get_table_names(schema)
-    execute(postgres_server.url("team", user="team_worker"), f"INSERT INTO {quoted}.studies (study_name) VALUES ('w')")
+    worker = postgres_server.url("team", user="team_worker")
+    execute(worker, f"INSERT INTO {quoted}.studies (study_name) VALUES ('w')")
+    execute(worker, f"ALTER ROLE team_worker SET search_path = {quoted}")
+    assert run_command(["studies", "--storage-url", worker]) == 0
     engine.dispose()

@@ -149,6 +149,16 @@ def test_a_hanging_web_service_is_restarted(small: Small, monkeypatch: pytest.Mo
     assert service.is_healthy()
 
 
+@pytest.mark.parametrize("port", [-5, 70_000])
+def test_a_port_that_no_server_can_have_is_replaced(small: Small, port: int) -> None:
+    """A damaged state file may contain it."""
+    small.up()
+    small.found().record.port = port
+    assert not small.found().is_healthy()
+    small.found().stop()
+    assert small.up().is_healthy()
+
+
 def test_a_service_is_found_in_spite_of_replaced_sockets(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objectives replace them by those of a SOCKS proxy, or to use IPv6 only."""
     service = small.up()
