@@ -95,6 +95,7 @@ def describe_unknown_reference(reference: str) -> str:
 def split_file_reference(reference: str) -> tuple[Path, str] | None:
     """Return the file and the class name (may be empty) of a reference to a file; None for other references."""
     head, _, name = reference.rpartition(":")
+    head = head[:-1] if head.endswith(".py:") else head  # FILE.py::CLASS, as pytest writes it
     path, name = (head, name) if head and not name.endswith(".py") else (reference, "")
     if Path(path).suffix != ".py" and os.sep not in path:
         return None
@@ -113,8 +114,8 @@ def has_kind(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 def suggest_file(path: Path) -> str:
     """Return the objective with a similar name that a missing file may mean, else the command that creates the file."""
-    if str(path).startswith(("http:/", "https:/")):
-        return "download the file, and give its path"
+    if str(path).startswith(("http:/", "https:/", "file:/")):
+        return "give the path of a file on this machine"
     known = {f"{name}.py": name for name in BUILTIN}
     with suppress(OSError):
         known |= {entry.name: str(entry) for entry in path.parent.glob("*.py") if entry.exists()}

@@ -9,7 +9,12 @@ from typing import Any
 
 from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.doctor.checks import Checks, Finding
-from hpsearch.storage.database.connect import open_cursor, read_schema_revisions, read_table_privileges
+from hpsearch.storage.database.connect import (
+    find_encoding_fault,
+    open_cursor,
+    read_schema_revisions,
+    read_table_privileges,
+)
 
 ROUND_TRIPS = 5
 MAX_CLOCK_SKEW_SECONDS = 2.0
@@ -46,6 +51,8 @@ def _check_connection(cursor: Any) -> Finding:
     where = f"Postgres {server.split()[0]} at {info.host or 'the local socket'}:{info.port}"
     if read_only:
         return Finding("failed", f"{where} is a read-only replica", "give the URL of the primary server")
+    if fault := find_encoding_fault(cursor):
+        return Finding("failed", f"{where}: {fault.partition('; ')[0]}", fault.partition("; ")[2])
     if schema is None:
         grant = f"run as the owner: GRANT USAGE ON SCHEMA public TO {user}"
         return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)

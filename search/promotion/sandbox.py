@@ -50,7 +50,8 @@ def run_isolated(
     return subprocess.run(
         [*_find_bubblewrap(folder, readable), *command],
         cwd=home,
-        env={**kept, "HOME": str(home), **variables},
+        # Without bubblewrap, torch would use a folder in the temporary folder that other users can create first.
+        env={**kept, "HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "compiled"), **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.references import BUILTIN
-from hpsearch.search.console import format_command, format_difference, format_score, pluralize
+from hpsearch.search.console import format_command, format_difference, format_score, pluralize, shorten_line
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.report.importances import compute_importances
 from hpsearch.search.study.promotions import list_current_promotions
@@ -361,5 +361,5 @@ def _find_failures(study: StoredStudy, summary: Summary) -> list[NextStep]:
         return []
     last = max(chosen)
     such = "trial" if len(chosen) == 1 else "such as trial"
-    why = f", {such} {last}: {reasons[last][:120]}" if reasons[last] else ""
+    why = f", {such} {last}: {shorten_line(reasons[last], 120).removesuffix('.')}" if reasons[last] else ""
     return [NextStep(f"{found}{why}", format_command("show", study.spec.name, "--trial", str(last)))]

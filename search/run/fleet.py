@@ -12,7 +12,7 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState
 from rich.console import Console
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
@@ -159,6 +159,8 @@ def run_fleet(
     def poll_progress() -> tuple[Progress, bool]:
         try:
             return read_progress(engine, study.study_id, study.spec.direction, retry_seconds=0.0), False
+        except DataError:  # not an outage
+            raise
         except DBAPIError:
             return progress, True
 

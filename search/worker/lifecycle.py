@@ -92,7 +92,7 @@ def run_worker(
         code = exit_code
     except SERVICE_ERRORS as error:
         # Other workers can take the trial as soon as this process has ended.
-        log.error("the study's database does not answer: %s", format_error(error, 300))
+        log.error("the study's database does not answer, or rejected a statement: %s", format_error(error, 300))
     except (RankLostError, CheckpointStoreError) as error:
         log.error("trial released, worker exits: %s", error)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
-from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
+from hpsearch.storage.database.connect import find_encoding_fault, make_engine, open_cursor, read_revision
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.roles import (
     OWNER,
@@ -92,6 +92,8 @@ def protect_schema(url: str, setting: str) -> list[str]:
         StorageError: the database cannot be reached, or other users own objects in the schema.
     """
     with _migration_transaction(url, setting) as cursor:
+        if fault := find_encoding_fault(cursor):
+            raise StorageError(f"{setting} {redact(url)}: {fault}")
         errors, warnings = revoke_create_privileges(cursor)
     if not errors:
         _wait_for_open_transactions(url, setting)

@@ -194,7 +194,7 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
         ("nowhere.py", "file nowhere.py does not exist; create it with: hpsearch init nowhere.py"),
         ("some/nowhere.py:Mine", "file some/nowhere.py does not exist; create it with: hpsearch init some/nowhere.py"),
-        ("https://example.com/mine.py", "does not exist; download the file, and give its path"),
+        ("https://example.com/mine.py", "does not exist; give the path of a file on this machine"),
         ("loop.py", "loop.py is a link to a missing file or to itself; correct the link"),
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),

@@ -252,8 +252,9 @@ class Splits:
             low, high = int(y.min()), int(y.max())
             if low < 0:
                 raise ObjectiveError(
-                    f"the {name} labels are in [{low}, {high}], but classes are numbered from 0; add {-low} to all "
-                    f"labels, or set the loss's ignore_index to {low} if it marks samples without a class"
+                    f"the {name} labels are in [{low}, {high}]; number the classes from 0, for example with "
+                    "torch.unique(y, return_inverse=True), or set the loss's ignore_index to "
+                    f"{low} if it marks samples without a class"
                 )
             if high >= classes:
                 raise ObjectiveError(f"the {name} labels are in [{low}, {high}], but must be in [0, {classes - 1}]")

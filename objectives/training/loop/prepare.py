@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpsearch.objectives.errors import ObjectiveError, wrap_user_errors
 from hpsearch.objectives.training.data.dataset import Dataset
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpsearch.objectives.training")
 
-# Per objective, only the last split, or its folds: a worker trains many trials on one split, and two may not fit in
-# memory.
-_PREPARED: WeakKeyDictionary[Objective, dict[_SplitKey, tuple[Splits, str]]] = WeakKeyDictionary()
-_STUDY_SPLITS: WeakKeyDictionary[Objective, _StudySplit] = WeakKeyDictionary()  # for comparisons with other splits
+# Per objective (a dataclass has no hash), only the last split, or its folds: a worker trains many trials on one split,
+# and two may not fit in memory.
+_PREPARED: MutableMapping[Objective, dict[_SplitKey, tuple[Splits, str]]] = WeakIdKeyDictionary()
+_STUDY_SPLITS: MutableMapping[Objective, _StudySplit] = WeakIdKeyDictionary()  # for comparisons with other splits
 
 
 class _SplitKey(NamedTuple):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
@@ -58,7 +62,7 @@ class Instruments:
         with torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=self.profile_steps, repeat=1),
-            on_trace_ready=lambda profile: profile.export_chrome_trace(str(folder / TRACE_FILE)),
+            on_trace_ready=partial(_export_trace, path=folder / TRACE_FILE),
             profile_memory=True,
         ) as profile:
             before, run.on_step = run.on_step, profile.step
@@ -77,6 +81,18 @@ class Instruments:
             for name, value in record.metrics.items():
                 tag = "/".join(reversed(name.split("_", 1))) if name.startswith(("train_", "val_")) else name
                 writer.add_scalar(tag, value, record.epoch, walltime=record.timestamp)
+
+
+def _export_trace(profile: torch.profiler.profile, path: Path) -> None:
+    """Write the trace as a compressed file. Torch would compress it in the temporary folder, and follow links there."""
+    with (
+        open_temporary_folder() as folder,
+        gzip.open(path, "wb") as compressed,
+    ):
+        plain = folder / "trace.json"
+        profile.export_chrome_trace(str(plain))
+        with plain.open("rb") as file:
+            shutil.copyfileobj(file, compressed)
 
 
 NO_INSTRUMENTS = Instruments()

@@ -440,6 +440,23 @@ def test_workers_cannot_change_the_revision_of_tables_that_are_created_for_a_res
 
 
 @TEAM
+def test_a_database_that_cannot_store_all_characters_is_an_error(
+    postgres_server: PostgresServer, team: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    admin = postgres_server.admin_url
+    execute(admin, "CREATE DATABASE latin OWNER team ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    try:
+        url = sa.make_url(team).set(database="latin").render_as_string(hide_password=False)
+        for check in (migrate, check_database):
+            with pytest.raises(StorageError, match="the database has the encoding LATIN1; create it with: ENCODING"):
+                check(url)
+        assert run_command(["doctor", "--storage-url", url]) == 1
+        assert "the database has the encoding LATIN1" in capsys.readouterr().out
+    finally:
+        execute(admin, "DROP DATABASE latin WITH (FORCE)")
+
+
+@TEAM
 def test_the_tables_may_be_in_another_schema(postgres_server: PostgresServer, team: str) -> None:
     schema = "a \"b' c"
     quoted = '"a ""b\' c"'

@@ -1,7 +1,9 @@
 import gzip
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer
 from hpsearch.objectives.training.loop.profiling import Instruments
@@ -24,6 +26,20 @@ def test_profiling_some_steps_changes_no_result(wine, tmp_path):
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep") for name in names) == 3
     assert any("aten::addmm" in name or "aten::linear" in name for name in names)
+
+
+def test_the_trace_is_not_compressed_in_the_temporary_folder(wine, tmp_path, monkeypatch):
+    """Torch follows a link there, which another user can create with the name of the next file."""
+    paths = []
+    export = torch.profiler.profile.export_chrome_trace
+    monkeypatch.setattr(
+        torch.profiler.profile, "export_chrome_trace", lambda self, path: (paths.append(Path(path)), export(self, path))
+    )
+    _fit(wine, tmp_path, epochs=1, profile_steps=2)
+    (path,) = paths
+    assert path.suffix == ".json", "torch compresses only files named *.gz"
+    assert path.parent.name.startswith("hpsearch-")
+    assert not path.parent.exists()
 
 
 def test_the_trace_is_passed_to_the_session(wine, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import threading
 
 import torch
@@ -27,9 +28,16 @@ def test_data_are_created_once_per_seed(objective_with):
     assert calls == [3, 4]
 
 
+def test_an_objective_without_a_hash_may_be_trained(wine):
+    """As a dataclass, whose objects are compared by their fields."""
+    unhashable = dataclasses.dataclass(type("Unhashable", (type(wine),), {}))()
+    assert type(unhashable).__hash__ is None
+    assert fit(unhashable, epochs=1).status == "completed"
+
+
 def test_data_that_the_objective_modified_are_created_again(objective_with):
     def model(self, config, train):
-        train.x.add_(1.0)
+        train.x.numpy()[:] += 1.0  # PyTorch does not count this change
         return type(self).__mro__[1].model(self, config, train)
 
     objective, calls = _counting(objective_with, model=model)
