@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpsearch import load_objective
-from hpsearch.objectives.training.reproducibility.changes import RECORD_CHANGES, hide_secrets, read_changes
+from hpsearch.objectives.training.reproducibility.changes import RECORD_CHANGES, hide_secrets, read_changes, run_git
 from hpsearch.objectives.training.reproducibility.environment import describe_environment
 
 Commit = Callable[[dict[str, str]], None]
@@ -147,6 +147,20 @@ def test_programs_in_the_settings_of_a_repository_do_not_run(commit: Commit, tmp
     (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
     read_changes(tmp_path / "mine.py")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_repository_without_a_git_folder_is_not_used(commit: Commit, tmp_path: Path) -> None:
+    """In a folder above, such as /tmp, another user can create its files, and change its settings between two calls."""
+    commit({"objective/mine.py": OBJECTIVE})
+    for path in (tmp_path / ".git").iterdir():
+        path.rename(tmp_path / path.name)
+    (tmp_path / ".git").rmdir()
+    for name, value in (("core.bare", "false"), ("core.worktree", str(tmp_path))):
+        subprocess.run(["git", "config", "--file", tmp_path / "config", name, value], check=True)
+    (tmp_path / "objective" / "mine.py").write_text(f"{OBJECTIVE}\n")
+    git = ["git", "-C", str(tmp_path / "objective"), "diff", "--name-only", "HEAD"]
+    assert subprocess.run(git, capture_output=True, text=True, check=True).stdout == "objective/mine.py\n"
+    assert run_git(tmp_path / "objective", "diff", "--name-only", "HEAD") is None
 
 
 @pytest.mark.parametrize("url", ["ext::touch {}", "none::x"])
