@@ -128,7 +128,8 @@ def evaluate_on_test_set(study: StoredStudy, candidate: Candidate, tracking: Tra
     with open_temporary_folder() as folder:
         weights = BestWeights(trained_by, trial, error_end="the test set was not evaluated")
         path = weights.fetch(tracking, folder)
-        restored = restore_model(trained_by.objective(), weights.read(path))
+        objective = trained_by.objective()
+        restored = restore_model(objective, weights.read(path, objective))
         if not isinstance(restored, RestoredLoop):  # only the custom loop can measure its validation value
             weights.verify_score(restored)
         evaluation = record_test_evaluation(

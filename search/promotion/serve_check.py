@@ -34,7 +34,6 @@ from hpsearch.objectives.training.evaluation.evaluate import (
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepare import prepare_splits
 from hpsearch.objectives.training.loop.step_functions import build_step_function
-from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.errors import SearchError, suggest_names
 from hpsearch.search.promotion import predict_isolated
 from hpsearch.search.promotion.model_files import fetch_model, remove_ids
@@ -135,13 +134,14 @@ def serve_check(
         splits, _ = prepare_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
         changed = _describe_changes(study, objective, splits, version)
         if export_failure := read_export_failure(tracking.client, version.model_id):
-            scored, error = _score_weights(files, objective), ""
+            best = BestWeights(study, trial, "the model is not checked").read(files / CHECKPOINT_FILE, objective)
+            scored, error = restore_best(objective, best).validate()[objective.metric], ""
         else:
             config = objective.configure(FixedTrial(get_last_params(trial)))
             is_custom = overrides(objective, "evaluate") or overrides(objective, "export")
             if by_weights := is_custom or study.spec.folds is not None:
                 weights = BestWeights(study, trial, "the model is not checked")
-                restored = restore_best(objective, weights.read(weights.fetch(tracking, folder)))
+                restored = restore_best(objective, weights.read(weights.fetch(tracking, folder), objective))
                 scored = restored.validate()[objective.metric]
                 error = _check_predictions(files, restored, folder, allow_code=allow_code)
             else:
@@ -154,11 +154,6 @@ def serve_check(
     name, metric = study.spec.name, study.spec.metric
     is_refit = study.spec.refit is not None
     return ServeCheckResult(version, name, number, metric, value, scored, error, export_failure, by_weights, is_refit)
-
-
-def _score_weights(files: Path, objective: Objective) -> float:
-    """Return the score of a model that was not exported, computed from its checkpoint with the objective's code."""
-    return restore_best(objective, checkpoint.read(files / CHECKPOINT_FILE)).validate()[objective.metric]
 
 
 def find_version(registry: Registry, reference: str) -> Version:

@@ -12,6 +12,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective, config_from_json
 from hpsearch.objectives.custom_loop.run import export_model
 from hpsearch.objectives.fit import require_model_objective
@@ -22,7 +23,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.samplers.suggest import derive_training_seed
+from hpsearch.search.study.checkpoint_origin import find_foreign_part
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
@@ -71,27 +72,22 @@ class BestWeights:
                 f"({describe_error(error)}); {self.error_end}; if another machine has the file, run {send} there"
             ) from None
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Path, objective: BaseObjective) -> dict[str, Any]:
         """Return the content of the checkpoint file.
 
         Raises:
             SearchError: the file is damaged, or does not belong to the trial.
+            ObjectiveError: see `find_foreign_part`.
         """
-        spec, number = self.study.spec, self.trial.number
+        number = self.trial.number
         try:
             best = checkpoint.read(path)
         except checkpoint.CheckpointError as error:
             raise SearchError(f"the weights of trial {number} are unusable: {error}; {self.error_end}") from None
-        wanted = {
-            "seed": derive_training_seed(spec, number),
-            "split_seed": spec.seed,
-            "value": get_first_value(self.trial),
-        }
-        differ = [f"{key} {best.get(key)}, not {value}" for key, value in wanted.items() if best.get(key) != value]
-        if differ:
+        if foreign := find_foreign_part(self.study, self.trial, objective, best):
             raise SearchError(
-                f"checkpoints/best.pt in the run of trial {number} belongs to another training run "
-                f"({', '.join(differ)}); {self.error_end}; restore the file that the trial logged"
+                f"checkpoints/best.pt in the run of trial {number} belongs to another training run, or the code was "
+                f"changed ({foreign}); {self.error_end}; restore the file that the trial logged, or the code"
             )
         return best
 
@@ -127,9 +123,10 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
     with open_temporary_folder() as folder:
         run_id = str(trial.user_attrs[RUN_ID])
         path = weights.fetch(tracking, folder)
-        best = weights.read(path)
+        objective = study.objective()
+        best = weights.read(path, objective)
         number, spec = trial.number, study.spec
-        module = _make_exporter(study, weights, best)
+        module = _make_exporter(objective, weights, best)
         tags = write_model(module, folder / "model", checkpoint=path, objective=spec.objective, number=number)
         with mlflow_request(f"store the model of trial {number}"):
             epoch = _read_best_epoch(tracking, run_id, f"val_{spec.metric}", best)
@@ -137,12 +134,13 @@ def make_model_from_checkpoint(study: StoredStudy, trial: FrozenTrial, tracking:
             return ensure_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
 
 
-def _make_exporter(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], ExportableModel]:
+def _make_exporter(
+    objective: BaseObjective, weights: BestWeights, best: dict[str, Any]
+) -> Callable[[], ExportableModel]:
     """Return a function that exports the model.
 
     Without a custom training loop, first verify the score of the weights.
     """
-    objective = study.objective()
     if isinstance(objective, LoopObjective):  # only a custom loop can measure its value
         if not objective.defines("export"):
             raise SearchError(

@@ -105,11 +105,7 @@ def _find_distrust(reference: str, attrs: Mapping[str, Any], code: Code | None) 
     if is_file and not reference.startswith("/"):
         return _RELATIVE
     # The import of a module follows links again, unlike that of a file.
-    if (
-        code is not None
-        and _read_record().get(str(code.file)) == code.sha256
-        and (is_file or not _has_changeable_link(code))
-    ):
+    if code is not None and _is_recorded(reference, code) and (is_file or not _has_changeable_link(code)):
         return None
     if attrs.get(RESTORED):
         return _RESTORED
@@ -120,6 +116,20 @@ def _find_distrust(reference: str, attrs: Mapping[str, Any], code: Code | None) 
     if not _defines_class(code.file, reference):
         return "its file does not define this class"
     return _find_foreign_code(code, is_file=is_file)
+
+
+def _is_recorded(reference: str, code: Code) -> bool:
+    """Return whether the user has confirmed the code of an objective; a function only by its own name.
+
+    Functions of the same file may have other purposes, and would be called to get a search space.
+    """
+    record = _read_record()
+    names = [str(code.file)] if _defines_class(code.file, reference) else []
+    return any(record.get(name) == code.sha256 for name in [*names, _make_function_key(reference, code)])
+
+
+def _make_function_key(reference: str, code: Code) -> str:
+    return f"{code.file}:{reference.rpartition(':')[2]}"
 
 
 def _defines_class(file: Path, reference: str) -> bool:
@@ -167,9 +177,9 @@ def record_trust(reference: str, code: Code | None) -> None:
     """
     if reference in BUILTIN or code is None:
         return
-    record = _read_record()
-    if record.get(str(code.file)) != code.sha256:
-        write_private(prepare_home() / _RECORD, json.dumps({**record, str(code.file): code.sha256}, indent=2))
+    record, keys = _read_record(), [str(code.file), _make_function_key(reference, code)]
+    if any(record.get(key) != code.sha256 for key in keys):
+        write_private(prepare_home() / _RECORD, json.dumps({**record, **dict.fromkeys(keys, code.sha256)}, indent=2))
 
 
 def _read_record() -> dict[str, str]:

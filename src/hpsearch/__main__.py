@@ -19,6 +19,7 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
 _HANDLING_SECONDS = 3.0  # after which a signal counts as not handled
 _MAX_SIGNALS = 4096  # read at once
+_LONGEST_CAUSE = 300  # characters
 
 
 def main() -> None:
@@ -39,17 +40,21 @@ def main() -> None:
     # cannot read the exit codes of its children.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGCHLD])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    from hpsearch.cuda_library import load_cuda_library
-    from hpsearch.search.process.exits import prepare_exit, report_foreign_exits, take_exit_file
-    from hpsearch.search.process.signals import clean_up_on_hangup, exit_on_signals
-
+    try:
+        from hpsearch.cuda_library import load_cuda_library
+        from hpsearch.search.process.exits import prepare_exit, report_foreign_exits, take_exit_file
+        from hpsearch.search.process.signals import clean_up_on_hangup, exit_on_signals
+    except ImportError as error:
+        _exit_with_import_error(error)
     take_exit_file(os.environ)
     exit_on_signals()
     clean_up_on_hangup()
     load_cuda_library()
     try:
-        from hpsearch.search.cli import main as run
-
+        try:
+            from hpsearch.search.cli import main as run
+        except ImportError as error:
+            _exit_with_import_error(error)
         if is_handled:
             sys.unraisablehook = _repeat_lost_interrupt
             signal.signal(signal.SIGINT, interrupt)
@@ -110,8 +115,10 @@ def _start_signal_watchdog() -> None:
     def watch() -> None:
         while received := set(os.read(read_end, _MAX_SIGNALS)):
             received_at = time.monotonic() - 1.0  # the thread may have read the signal late
+            # A search has handlers of its own, and restores these ones when its workers have ended.
+            received = {number for number in received & handlers.keys() if signal.getsignal(number) == handlers[number]}
             time.sleep(_HANDLING_SECONDS)
-            for number in received & handlers.keys():
+            for number in received:
                 is_handled = _last_handled.get(number, 0.0) > received_at
                 if is_handled or signal.getsignal(number) != handlers[number]:
                     continue
@@ -152,6 +159,19 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _exit_with_import_error(error: ImportError) -> NoReturn:
+    """End this process with one line about a package that does not load, such as with an old library on the path."""
+    cause: BaseException = error
+    while isinstance(cause.__cause__ or cause.__context__, ImportError):
+        cause = cause.__cause__ or cause.__context__ or cause
+    text = " ".join(str(cause).split())[:_LONGEST_CAUSE]
+    write_to_stderr(
+        f"hpsearch: a package cannot be imported ({text}); correct LD_LIBRARY_PATH or PYTHONPATH if they are set, or "
+        "install the package again\n"
+    )
+    os._exit(2)
 
 
 def _exit_interrupted(*_: object) -> NoReturn:

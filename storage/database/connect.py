@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -398,5 +399,6 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
         tables = [name for name, _, rights in rows if rights]
         raise StorageError(
             f"{head}: user {user!r} lacks {lacking} on {', '.join(tables[:3])}"
-            f"{' and more' if len(tables) > 3 else ''}; GRANT {lacking} ON ALL TABLES IN SCHEMA public TO {user}"
+            f"{' and more' if len(tables) > 3 else ''}; run hpsearch migrate --worker-role {shlex.quote(user)} as the "
+            "owner of the database"
         )

@@ -118,3 +118,26 @@ def test_a_lack_of_memory_is_one_line() -> None:
         1,
         "hpsearch: not enough memory; end other programs, or raise the limit of memory\n",
     )
+
+
+_HANDLED = """
+import os, signal, time
+from hpsearch import __main__ as program
+
+program._HANDLING_SECONDS = 0.5
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+program._start_signal_watchdog()
+handled = []
+before = signal.signal(signal.SIGTERM, lambda *_: handled.append(1))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.2)
+signal.signal(signal.SIGTERM, before)
+time.sleep(1.5)
+print(len(handled))
+"""
+
+
+def test_a_command_may_take_time_after_a_search_has_handled_its_signal() -> None:
+    """To write the report, for example: the handlers of the search are restored before."""
+    done = subprocess.run([sys.executable, "-c", _HANDLED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

@@ -24,7 +24,7 @@ from hpsearch.search.run.fleet import run_fleet
 from hpsearch.search.services import Services
 from hpsearch.search.study import study as study_module
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.search.study.trust import check_source, read_code
+from hpsearch.search.study.trust import check_source, find_distrust, read_code, record_trust
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RESTORED, SOURCE_SHA256, SPEC
@@ -169,6 +169,18 @@ def test_confirmations_of_another_user_are_ignored(storage: PostgresStorage, cod
     with pytest.raises(SearchError, match="because the study was restored from a backup"):
         load_study(storage, "s").objective()
     assert not code.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_another_function_of_a_trusted_file_is_not_called(tmp_path: Path) -> None:
+    """To get a search space, hpsearch calls the function."""
+    file = tmp_path / "mine.py"
+    file.write_text("def main(trial): ...\ndef clear_cache(verbose=True): ...\nclass Mine(LoopObjective): ...\n")
+    attrs = {SOURCE_SHA256: compute_sha256(file)}
+    record_trust(f"{file}:main", read_code(f"{file}:main"))
+    assert find_distrust(f"{file}:main", attrs) is None
+    assert find_distrust(f"{file}:Mine", attrs) is None
+    assert find_distrust(f"{file}:clear_cache", attrs) == "its file does not define this class"
 
 
 @pytest.fixture
