@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
-from tests.faults.orders import Order, write
+from tests.faults.orders import OUTSIDE, Order, write
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
@@ -185,3 +186,20 @@ def test_other_weights_do_not_open_the_test_set(arena: Arena, study: StoredStudy
     assert read_test_evaluation(study.storage.engine, study.study_id) is None
     said = arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "not confirmed by finalists" in said
+
+
+@pytest.mark.parametrize("study", [2], indirect=True)
+def test_an_evaluation_that_died_before_its_scores_can_be_completed(arena: Arena, study: StoredStudy) -> None:
+    write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
+    arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
+    write(arena.orders, [])
+    opening = read_test_evaluation(study.storage.engine, study.study_id)
+    assert opening is not None
+    assert opening.scores is None
+    other = next(t.number for t in study.trials() if t.number != opening.trial_number)
+    assert "was evaluated" in arena.run("evaluate-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
+    arena.run("evaluate-test", NAME, "--yes")
+    again = read_test_evaluation(study.storage.engine, study.study_id)
+    assert again is not None
+    assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)
+    assert again.scores is not None
