@@ -52,7 +52,7 @@ def _check_connection(cursor: Any) -> Finding:
     if read_only:
         return Finding("failed", f"{where} is a read-only replica", "give the URL of the primary server")
     if fault := find_encoding_fault(cursor):
-        return Finding("failed", f"{where}: {fault.partition('; ')[0]}", fault.partition("; ")[2])
+        return Finding("warning", f"{where}: {fault.partition('; ')[0]}", fault.partition("; ")[2])
     if schema is None:
         grant = f"run as the owner: GRANT USAGE ON SCHEMA public TO {user}"
         return Finding("failed", f"{where}: user {user!r} cannot use the schema of database {database!r}", grant)

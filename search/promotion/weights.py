@@ -23,7 +23,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.checkpoint_origin import find_foreign_part
+from hpsearch.search.study.checkpoint_origin import find_foreign_part, replace_config
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
@@ -73,23 +73,22 @@ class BestWeights:
             ) from None
 
     def read(self, path: Path, objective: BaseObjective) -> dict[str, Any]:
-        """Return the content of the checkpoint file.
+        """Return the content of the checkpoint file, with the configuration that the objective suggests for the trial.
 
         Raises:
-            SearchError: the file is damaged, or does not belong to the trial.
-            ObjectiveError: see `find_foreign_part`.
+            SearchError: the file is damaged, or does not belong to the trial, or the objective rejects the trial.
         """
         number = self.trial.number
         try:
             best = checkpoint.read(path)
         except checkpoint.CheckpointError as error:
             raise SearchError(f"the weights of trial {number} are unusable: {error}; {self.error_end}") from None
-        if foreign := find_foreign_part(self.study, self.trial, objective, best):
+        if foreign := find_foreign_part(self.study, self.trial, best):
             raise SearchError(
-                f"checkpoints/best.pt in the run of trial {number} belongs to another training run, or the code was "
-                f"changed ({foreign}); {self.error_end}; restore the file that the trial logged, or the code"
+                f"checkpoints/best.pt in the run of trial {number} belongs to another training run "
+                f"({foreign}); {self.error_end}; restore the file that the trial logged"
             )
-        return best
+        return replace_config(objective, self.trial, best)
 
     def verify_score(self, restored: RestoredModel) -> None:
         """Check that the weights reproduce the validation value of the trial.

@@ -159,7 +159,7 @@ def run_fleet(
     def poll_progress() -> tuple[Progress, bool]:
         try:
             return read_progress(engine, study.study_id, study.spec.direction, retry_seconds=0.0), False
-        except DataError:  # not an outage
+        except DataError:  # no outage: for example a character that the encoding of the database lacks
             raise
         except DBAPIError:
             return progress, True

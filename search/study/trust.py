@@ -114,7 +114,7 @@ def _find_distrust(reference: str, attrs: Mapping[str, Any], code: Code | None) 
     if attrs.get(SOURCE_SHA256) != code.sha256:
         return "its code has changed since the study was created"
     if not _defines_class(code.file, reference):
-        return "its file does not define this class"
+        return "its file does not define this class, or is not confirmed for this function"
     return _find_foreign_code(code, is_file=is_file)
 
 

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS, SearchError
-from hpsearch.search.study.checkpoint_origin import find_foreign_part
+from hpsearch.search.study.checkpoint_origin import find_foreign_part, replace_config
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
@@ -133,7 +133,8 @@ def _rebuild_result(
         raise SearchError(
             f"the checkpoint's best value, {best['value']:.6g}, is not the trial's value, {get_first_value(trial):.6g}"
         )
-    if foreign := find_foreign_part(study, trial, objective, best):
-        raise SearchError(f"the checkpoint belongs to another training run, or the code was changed ({foreign})")
+    if foreign := find_foreign_part(study, trial, best):
+        raise SearchError(f"the checkpoint belongs to another training run ({foreign})")
+    best = replace_config(objective, trial, best)
     checkpoint.write(folder / "best.pt", best)
     return rebuild_result(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

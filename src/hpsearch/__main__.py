@@ -164,8 +164,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _exit_with_import_error(error: ImportError) -> NoReturn:
     """End this process with one line about a package that does not load, such as with an old library on the path."""
     cause: BaseException = error
-    while isinstance(cause.__cause__ or cause.__context__, ImportError):
-        cause = cause.__cause__ or cause.__context__ or cause
+    while isinstance(cause.__cause__, ImportError):  # numpy explains such errors at length
+        cause = cause.__cause__
     text = " ".join(str(cause).split())[:_LONGEST_CAUSE]
     write_to_stderr(
         f"hpsearch: a package cannot be imported ({text}); correct LD_LIBRARY_PATH or PYTHONPATH if they are set, or "

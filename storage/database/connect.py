@@ -325,8 +325,6 @@ def _check_once(url: str) -> None:
     with convert_statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
         cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
         user, read_only, schema = cursor.fetchone()
-        if fault := find_encoding_fault(cursor):
-            raise StorageError(f"{head}: {fault}")
         if read_only:
             raise StorageError(f"{head}: this Postgres server is a read-only replica; give the primary's URL")
         if schema is None:
@@ -344,11 +342,11 @@ def _check_once(url: str) -> None:
 
 
 def find_encoding_fault(cursor: Any) -> str | None:
-    """Return the error, with the remedy, if the database cannot store all characters; else None."""
+    """Return a text, with the remedy, if the database cannot store all characters; else None."""
     encoding = cursor.connection.info.parameter_status("server_encoding")
     if encoding in {None, "UTF8"}:  # a pooler may not report it
         return None
-    return f"the database has the encoding {encoding}; create it with: ENCODING 'UTF8' TEMPLATE template0"
+    return f"the database has the encoding {encoding}; create one with: ENCODING 'UTF8' TEMPLATE template0"
 
 
 def read_table_privileges(cursor: Any) -> list[tuple[str, bool, list[str]]]:

@@ -92,7 +92,8 @@ def protect_schema(url: str, setting: str) -> list[str]:
         StorageError: the database cannot be reached, or other users own objects in the schema.
     """
     with _migration_transaction(url, setting) as cursor:
-        if fault := find_encoding_fault(cursor):
+        is_new = read_revision(cursor, VERSION_TABLE) is None
+        if is_new and (fault := find_encoding_fault(cursor)):
             raise StorageError(f"{setting} {redact(url)}: {fault}")
         errors, warnings = revoke_create_privileges(cursor)
     if not errors:

@@ -57,8 +57,6 @@ def test_uv_reads_no_settings_of_folders_above(clone: Clone, tmp_path: Path) -> 
     """Another user can write them, and so choose the index or the cache of packages."""
     shutil.copy(REPOSITORY / "pyproject.toml", clone.root)
     (tmp_path / "uv.toml").write_text("invalid")
-    workspace = f'[tool.uv.workspace]\nmembers = ["{clone.root.name}"]\n[tool.uv]\nno-such-setting = "uv.toml"\n'
-    (tmp_path / "pyproject.toml").write_text(workspace)
     command = [tmp_path / "tools" / "uv", "pip", "list", "--python", clone.python]
     done = subprocess.run(command, cwd=clone.root, env=clone.environment, capture_output=True, text=True, check=False)
     assert (done.returncode, "uv.toml" in done.stderr) == (0, False), done.stderr

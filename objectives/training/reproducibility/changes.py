@@ -67,10 +67,10 @@ def run_git(folder: Path, *arguments: str) -> str | None:
     The output is None if git is missing or fails, or if files are to be compared and the settings of the repository
     define filters. A repository may be untrusted, and its own settings can name programs: filters, a monitor of files,
     hooks, and transports for missing objects. All but filters are disabled. Submodules are not compared, because they
-    may have filters. A repository without a folder `.git` is not used: other users could create its files in a folder
+    may have filters. A repository without an entry `.git` is not used: other users could create its files in a folder
     above, such as /tmp, and change its settings between two calls.
     """
-    if not _has_git_folder(folder):
+    if not _has_git_entry(folder):
         return None
     subcommand, *rest = arguments
     settings: list[str] = []
@@ -87,13 +87,14 @@ def run_git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _has_git_folder(folder: Path) -> bool:
-    """Return whether the repository's settings are in a folder `.git`, which git rejects if another user owns it."""
+def _has_git_entry(folder: Path) -> bool:
+    """Return whether the repository has an entry `.git`, which git rejects if it belongs to another user."""
     try:
         found = _call_git(folder, "rev-parse", "--absolute-git-dir")
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return found.returncode == 0 and ".git" in Path(found.stdout.strip()).parts
+    entries = (parent / ".git" for parent in (folder.absolute(), *folder.absolute().parents))  # a file in worktrees
+    return found.returncode == 0 and any(os.path.lexists(entry) for entry in entries)
 
 
 _NO_SETTING = 1  # exit code of `git config` if no setting matches
