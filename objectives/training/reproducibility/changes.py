@@ -89,12 +89,7 @@ def run_git(folder: Path, *arguments: str) -> str | None:
 
 def _has_git_entry(folder: Path) -> bool:
     """Return whether the repository has an entry `.git`, which git rejects if it belongs to another user."""
-    try:
-        found = _call_git(folder, "rev-parse", "--absolute-git-dir")
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    entries = (parent / ".git" for parent in (folder.absolute(), *folder.absolute().parents))  # a file in worktrees
-    return found.returncode == 0 and any(os.path.lexists(entry) for entry in entries)
+    return any(os.path.lexists(parent / ".git") for parent in (folder.absolute(), *folder.absolute().parents))
 
 
 _NO_SETTING = 1  # exit code of `git config` if no setting matches
