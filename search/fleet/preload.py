@@ -13,7 +13,8 @@ import importlib
 import os
 import shutil
 import signal
-import threading
+import time
+from pathlib import Path
 
 from hpsearch.cuda_library import load_cuda_library
 from hpsearch.objectives.private_folders import use_private_compiler_cache
@@ -35,6 +36,29 @@ PRELOADED_MODULES = (
     "sklearn.model_selection",
 )
 
+
+def _watch_fleet() -> int:
+    """Fork a process that ends this one if the fleet ends before the imports, such as after a wrong setting.
+
+    A thread would have to wait while an import holds the interpreter's lock.
+    """
+    server = os.getpid()
+    if watcher := os.fork():
+        return watcher
+    try:
+        while os.getppid() == server and _read_parent(server) == _fleet:
+            time.sleep(0.2)
+        os.kill(server, signal.SIGKILL)
+    finally:  # also if the server has ended
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _read_parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 _fleet = os.getppid()
 # This process must outlive a signal to all processes of a job, because it reports the workers' exit codes to the fleet.
 exit_on_signals(only_forked=True)
@@ -44,29 +68,16 @@ with contextlib.suppress(OSError):
     os.setsid()
 if folder := os.environ.get(SOCKET_FOLDER_VARIABLE):
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # forked processes exit without it
+_watcher = _watch_fleet()
 load_cuda_library()
 with contextlib.suppress(Exception):  # the command and the workers report it
     use_private_compiler_cache()  # otherwise the import of torch's compiler creates a folder in the temporary folder
 import_matplotlib()
 gc.disable()
-_is_loaded = threading.Event()
-
-
-def _end_with_fleet() -> None:
-    """End this process if the fleet ends before the imports, such as after a wrong setting."""
-    while not _is_loaded.wait(0.2):
-        if os.getppid() != _fleet:
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
-            os._exit(0)
-
-
-_watch = threading.Thread(target=_end_with_fleet, daemon=True)
-_watch.start()
 for _name in PRELOADED_MODULES:
     with contextlib.suppress(Exception):  # the command and the workers report the error of an import
         importlib.import_module(_name)
-_is_loaded.set()
-_watch.join()  # a fork would copy its locks
+os.kill(_watcher, signal.SIGKILL)
+os.waitpid(_watcher, 0)
 gc.enable()
 gc.freeze()  # memory pages that the collector does not touch stay shared between the workers

@@ -37,8 +37,10 @@ reader.close()
 """
 
 
-@pytest.mark.parametrize("statement", ["raise OSError(5, 'failed')", "raise BrokenPipeError", "writer.send(1)"])
-@pytest.mark.parametrize("command", ["train", "smoke"])
+@pytest.mark.parametrize(
+    ("command", "statement"),
+    [("train", "raise OSError(5, 'failed')"), ("smoke", "raise BrokenPipeError"), ("smoke", "writer.send(1)")],
+)
 def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command: str, statement: str) -> None:
     """An ended helper process or a bad disk: before, the command ended without a message and with the exit code 0."""
     write_template(tmp_path / "wine.py")
