@@ -201,12 +201,15 @@ def require_no_import(what: str) -> None:
 def _is_as_safe(folder: Path, file: Path) -> bool:
     """Return whether no other users can add modules to a folder than those who can change the objective's file.
 
-    The folder belongs to this user, root or the owner of the file, and not all users can write to it.
+    The folder belongs to this user, root or the owner of the file, and not all users can write to it. Members of a
+    group with write permission can replace the path of a file in it, unless the folder is sticky.
     """
     status = folder.stat()
     if status.st_uid not in {os.geteuid(), 0, file.stat().st_uid} or status.st_mode & stat.S_IWOTH:
         return False
-    return find_changeable_part(folder, as_folder=True) is None or find_changeable_part(file) is not None
+    if find_changeable_part(folder, as_folder=True) is None:
+        return True
+    return file.is_relative_to(folder) and not status.st_mode & stat.S_ISVTX
 
 
 def _import_module(name: str) -> ModuleType:

@@ -157,6 +157,24 @@ def test_a_working_folder_of_others_is_not_searched(write, open_folder, monkeypa
     assert str(Path.cwd()) in sys.path, "the user's own folder, such as that of a project"
 
 
+def test_a_working_folder_of_a_group_is_searched_for_a_file_in_it(write, open_folder, monkeypatch):
+    """The members of another group may be able to change the file, so that its path alone does not tell."""
+    own, shared = write("own/mine.py", GOOD.format(name="Mine")), open_folder / "shared"
+    (shared / "objectives").mkdir(parents=True)
+    inside = shared / "objectives" / "mine.py"
+    inside.write_text(GOOD.format(name="Mine"))
+    monkeypatch.chdir(shared)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    groups = {shared: 65534, own.parent: 65533} if os.geteuid() == 0 else dict.fromkeys((shared, own.parent), -1)
+    for folder, group in groups.items():
+        os.chown(folder, -1, group)
+    own.parent.chmod(0o2775)
+    for path, mode, is_searched in ((own, 0o2775, False), (inside, 0o3775, False), (inside, 0o2775, True)):
+        shared.chmod(mode)
+        load_objective(str(path))
+        assert (str(shared) in sys.path) is is_searched
+
+
 def test_each_objective_imports_packages_of_its_own_folder(write):
     data = "import common_pack.inner as inner; return inner.WIDTH"
     text = "import common_pack, common_pack.inner\n" + GOOD.format(name="Mine").replace("...", data, 1)

@@ -315,6 +315,11 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
         assert (refused.returncode, len(lines), refused.stdout) == (2, 1, ""), (package, refused.stderr)
         assert all(part in lines[0] for part in ("error: cannot add", package, why, remedy)), lines
         assert (there(shop), (shop.venv / "hpsearch.stamp").read_text()) == before
+    refused = shop.run("add", "secret @ http://user:pass-word@127.0.0.1:9/secret-1.0-py3-none-any.whl")
+    assert (refused.returncode, "pass-word" in refused.stderr) == (2, False), refused.stderr
+    commands = [line for line in (shop.venv / "hpsearch.log").read_text().splitlines() if line.startswith("$ ")]
+    assert (len(commands) > 0, "pass-word" in "".join(commands)) == (True, False), "other users can read command lines"
+    assert (shop.venv / "hpsearch.private").stat().st_mode & 0o777 == 0o600
     assert shop.run("add").stdout == ""
     assert shop.run("add", "--help").stdout.startswith("usage: ./hpsearch add [PACKAGE...]")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import hashlib
+import io
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -17,98 +20,121 @@ from hpsearch.redaction import HIDDEN, redact
 
 RECORD_CHANGES = "HPSEARCH_RECORD_CHANGES"  # 0 to record no changes
 _MAX_LENGTH = 200_000  # characters
+_DECODE_ERRORS = "backslashreplace"  # keeps the differences of files with another encoding
 
 
 @lru_cache
 def read_changes(source: Path | None) -> str:
-    """Return the git diff of an objective's source file and of the files that it imports, without secrets.
+    """Return the differences of an objective's source file, and of the files that it imports, to the last commit.
 
-    Other files of the repository may contain secrets, and the diff leaves this machine.
+    Other files of the repository may contain secrets, and the text leaves this machine.
 
     Args:
         source: source file of the objective; None if it has no file.
 
     Returns:
-        The diff to the last commit; empty if there are no changes, no repository or no git, or if
+        A unified diff without secrets; empty if there are no differences, no repository or no git, or if
         `HPSEARCH_RECORD_CHANGES` is 0.
     """
     if source is None or os.environ.get(RECORD_CHANGES) == "0":
         return ""
-    root = run_git(source.parent, "rev-parse", "--show-toplevel")
-    names = run_git(source.parent, "diff", "--no-ext-diff", "--name-only", "-z", "HEAD")
-    if not root or not names:
-        return ""
-    changed = {Path(root, name).resolve(): name for name in names.split("\0") if name.endswith(".py")}
-    imported = _find_imported_files(source.resolve(), Path(root).resolve()) if changed else set()
-    files = [name for path, name in changed.items() if path in imported]
-    options = "--no-ext-diff", "--no-textconv", "--no-color"
-    if not files or not (diff := run_git(Path(root), "diff", *options, "HEAD", "--", *sorted(files))):
+    changed = compare_with_commit(source) or {}
+    diff = "".join(_format_difference(name, before, after) for name, (before, after) in sorted(changed.items()))
+    if not diff:
         return ""
     if (length := len(diff)) > _MAX_LENGTH:
-        diff = f"{diff[:_MAX_LENGTH].rpartition(chr(10))[0]}\n[truncated: {length} characters in total]"
-    return hide_secrets(diff) + "\n"
+        diff = f"{diff[:_MAX_LENGTH].rpartition(chr(10))[0]}\n[truncated: {length} characters in total]\n"
+    return hide_secrets(diff)
 
 
-def _list_users_filters(folder: Path) -> list[str] | None:
-    """Return the user's own filters, such as ``filter.lfs``; None if the repository itself defines filters."""
-    try:
-        found = _call_git(folder, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.")
-    except (OSError, subprocess.TimeoutExpired):
+@lru_cache
+def compare_with_commit(source: Path) -> dict[str, tuple[str | None, str]] | None:
+    """Compare an objective's source file, and the files that it imports, with the last commit.
+
+    git only reads objects here: if it compared files, it would run filters that the repository defines.
+
+    Returns:
+        The committed and the present text of each file that differs, by its name in the repository. The committed text
+        of a source file that the commit does not contain is None; such imported files are left out. None if there is
+        no commit, or if it cannot be read.
+    """
+    top = run_git(source.parent, "rev-parse", "--show-toplevel")
+    if top is None or not (path := source.resolve()).is_relative_to(root := Path(top.removesuffix("\n")).resolve()):
         return None
-    lines = [line.split("\t", 1) for line in found.stdout.splitlines()]
-    if found.returncode not in (0, _NO_SETTING) or any(scope in ("local", "worktree") for scope, *_ in lines):
+    loaded = {file for module in list(sys.modules.values()) if (file := _find_file(module, root)) is not None}
+    names = {file: file.relative_to(root).as_posix() for file in (path, *loaded) if file.is_file()}
+    listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD", "--", *sorted(names.values()))
+    if listing is None:
         return None
-    return sorted({name.rpartition(".")[0] for _, name in lines})
+    entries = (line.partition("\t") for line in listing.split("\0")[:-1])
+    digests = {name: entry.split(" ")[2] for entry, _, name in entries}
+    contents = {file: file.read_bytes() for file, name in names.items() if file == path or name in digests}
+    # In a repository with SHA-256, all files seem to differ here, and their texts are compared.
+    differing = {file for file, content in contents.items() if _hash_blob(content) != digests.get(names[file])}
+    changed: dict[str, tuple[str | None, str]] = {}
+    # The imports are searched only now: to parse all files of a repository, such as hpsearch's own, can take a second.
+    for file in differing & _find_imported_files(path, root) if differing else ():
+        digest, after = digests.get(names[file]), _decode(contents[file])
+        before = None if digest is None else run_git(root, "cat-file", "blob", digest)
+        if digest is not None and before is None:
+            return None
+        if before != after:
+            changed[names[file]] = before, after
+    return changed
+
+
+def _hash_blob(content: bytes) -> str:
+    """Return the name that git gives to the content of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _decode(content: bytes) -> str:
+    """Return the text of a file as :func:`run_git` returns it: with the same errors and line ends."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=_DECODE_ERRORS).read()
+
+
+def _format_difference(name: str, before: str | None, after: str) -> str:
+    """Return a difference in the format of git, which `git apply` reads."""
+    shown = name if name.isprintable() else ascii(name)
+    head = f"diff --git a/{shown} b/{shown}\n" + ("new file mode 100644\n" if before is None else "")
+    old = "/dev/null" if before is None else f"a/{shown}"
+    old_lines, new_lines = (io.StringIO(text).readlines() for text in (before or "", after))
+    lines = difflib.unified_diff(old_lines, new_lines, old, f"b/{shown}")
+    return head + "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def run_git(folder: Path, *arguments: str) -> str | None:
-    """Run git in a folder and return its output.
+    """Run a git command that reads no files of the working tree.
 
-    The output is None if git is missing or fails, or if files are to be compared and the settings of the repository
-    define filters. A repository may be untrusted, and its own settings can name programs: filters, a monitor of files,
-    hooks, and transports for missing objects. All but filters are disabled. Submodules are not compared, because they
-    may have filters. A repository without an entry `.git` is not used: other users could create its files in a folder
-    above, such as /tmp, and change its settings between two calls.
+    Returns:
+        Its output; None if git is missing or fails, or if the repository has no entry `.git`: other users could create
+        its files in a folder above, such as /tmp.
     """
+    # The settings of an untrusted repository can name programs: transports for missing objects, which are disabled
+    # here, and filters and others, which run if git reads files.
     if not _has_git_entry(folder):
         return None
-    subcommand, *rest = arguments
-    settings: list[str] = []
-    if subcommand in {"status", "diff"}:
-        if (filters := _list_users_filters(folder)) is None:
-            return None
-        # The settings of the repository can extend git-lfs by programs.
-        settings = [f"{name}.{key}" for name in filters for key in ("clean=", "process=", "required=false")]
-        rest = ["--ignore-submodules=all", *rest]
+    # A random name of a protocol: a repository cannot define an alias that acts as its remote helper.
+    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
+    command = ("git", "--no-optional-locks", "-c", "safe.bareRepository=explicit", "-C", str(folder), *arguments)
     try:
-        done = _call_git(folder, subcommand, *rest, settings=settings)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors=_DECODE_ERRORS,
+            timeout=10,
+            check=False,
+            env=environment,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _has_git_entry(folder: Path) -> bool:
     """Return whether the repository has an entry `.git`, which git rejects if it belongs to another user."""
     return any(os.path.lexists(parent / ".git") for parent in (folder.absolute(), *folder.absolute().parents))
-
-
-_NO_SETTING = 1  # exit code of `git config` if no setting matches
-_SAFE = (
-    "safe.bareRepository=explicit",
-    "core.fsmonitor=false",
-    f"core.hooksPath={os.devnull}",
-    "diff.autoRefreshIndex=false",
-)
-
-
-def _call_git(folder: Path, *arguments: str, settings: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    options = [option for setting in (*_SAFE, *settings) for option in ("-c", setting)]
-    # A random name of a protocol: a repository cannot define an alias that acts as its remote helper.
-    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
-    command = ("git", "--no-optional-locks", *options, "-C", str(folder), *arguments)
-    return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=10, check=False, env=environment
-    )
 
 
 def hide_secrets(diff: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpsearch.objectives.training.reproducibility.changes import run_git
+from hpsearch.objectives.training.reproducibility.changes import compare_with_commit, run_git
 from hpsearch.redaction import redact
 
 # A resume is bit-exact only if none of these differs.
@@ -34,7 +34,7 @@ def describe_environment(device: torch.device, source: Path | None, world: int =
         "compiled": False,  # set after a successful compilation
         "command": redact(" ".join(sys.argv)),
         "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
-        **_git(source.parent if source else Path.cwd()),
+        **_describe_commit(source),
     }
 
 
@@ -53,9 +53,12 @@ def _version(name: str) -> str | None:
 
 
 @lru_cache
-def _git(folder: Path) -> dict[str, Any]:
-    """Return the commit of the source, and whether tracked files differ from it; None if they cannot be compared."""
-    if not (sha := run_git(folder, "rev-parse", "HEAD")):
+def _describe_commit(source: Path | None) -> dict[str, Any]:
+    """Return the commit of the source, or of the working folder, and whether the source and its imports differ from it.
+
+    The difference is None if it is unknown.
+    """
+    if not (sha := run_git(source.parent if source else Path.cwd(), "rev-parse", "HEAD")):
         return {}
-    changes = run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"git_sha": sha, "git_dirty": None if changes is None else bool(changes)}
+    changed = compare_with_commit(source) if source else None
+    return {"git_sha": sha.strip(), "git_dirty": None if changed is None else bool(changed)}

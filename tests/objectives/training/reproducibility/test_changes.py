@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from hpsearch import load_objective
-from hpsearch.objectives.training.reproducibility.changes import RECORD_CHANGES, hide_secrets, read_changes, run_git
+from hpsearch.objectives.training.reproducibility.changes import (
+    RECORD_CHANGES,
+    compare_with_commit,
+    hide_secrets,
+    read_changes,
+    run_git,
+)
 from hpsearch.objectives.training.reproducibility.environment import describe_environment
 
 Commit = Callable[[dict[str, str]], None]
@@ -21,8 +27,10 @@ Commit = Callable[[dict[str, str]], None]
 @pytest.fixture(autouse=True)
 def _no_cached_changes() -> Iterator[None]:
     read_changes.cache_clear()
+    compare_with_commit.cache_clear()
     yield
     read_changes.cache_clear()
+    compare_with_commit.cache_clear()
 
 
 @pytest.fixture
@@ -123,6 +131,7 @@ def test_changes_are_not_recorded_if_the_variable_is_zero(
     assert read_changes(tmp_path / "mine.py") == ""
     monkeypatch.delenv(RECORD_CHANGES)
     read_changes.cache_clear()
+    compare_with_commit.cache_clear()
     assert "+a = 2" in read_changes(tmp_path / "mine.py")
 
 
@@ -140,13 +149,37 @@ def test_outside_of_a_repository_there_are_no_changes(tmp_path: Path) -> None:
     assert read_changes(None) == ""
 
 
-@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.x.clean"])
-def test_programs_in_the_settings_of_a_repository_do_not_run(commit: Commit, tmp_path: Path, setting: str) -> None:
-    commit({"mine.py": OBJECTIVE, ".gitattributes": "*.py filter=x\n"})
-    subprocess.run(["git", "config", setting, f"touch {tmp_path / 'ran'}"], cwd=tmp_path, check=True)
-    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
-    read_changes(tmp_path / "mine.py")
-    assert not (tmp_path / "ran").exists()
+SETTINGS = """
+[core]
+    fsmonitor = touch ran-monitor
+    worktree = ../worktree
+[include]
+    path = /proc/self/cwd/included
+"""
+
+
+def test_programs_of_a_repository_do_not_run(commit: Commit, tmp_path: Path) -> None:
+    """git runs filters and hooks if it compares files. The include hides the filter: it exists in one folder only."""
+    commit({"mine/mine.py": OBJECTIVE, "other.txt": "a", ".gitattributes": "* filter=x\n"})
+    (tmp_path / "worktree").mkdir()
+    for name in ("mine", "other.txt", ".gitattributes"):
+        (tmp_path / name).rename(tmp_path / "worktree" / name)
+    filters = '[filter "x"]\n clean = touch ran-filter\n required = true\n'
+    (tmp_path / "worktree" / "included").write_text(filters)
+    (tmp_path / ".git" / "config").write_text(f"{(tmp_path / '.git' / 'config').read_text()}{SETTINGS}")
+    hook = tmp_path / ".git" / "hooks" / "post-index-change"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran-hook\n")
+    hook.chmod(0o755)
+    (tmp_path / "worktree" / ".git").write_text(f"gitdir: {tmp_path / '.git'}\n")
+    (tmp_path / "worktree" / "other.txt").write_text("b")
+    source = tmp_path / "worktree" / "mine" / "mine.py"
+    source.write_text(f"{OBJECTIVE}\n")
+    assert "+\n" in read_changes(source)
+    assert describe_environment(torch.device("cpu"), source)["git_dirty"] is True
+    assert list(tmp_path.rglob("ran-*")) == []
+    subprocess.run(["git", "-C", source.parent, "status"], check=False, capture_output=True)
+    assert list(tmp_path.rglob("ran-filter")) != []
 
 
 def test_a_repository_without_a_git_folder_is_not_used(commit: Commit, tmp_path: Path) -> None:
@@ -158,9 +191,9 @@ def test_a_repository_without_a_git_folder_is_not_used(commit: Commit, tmp_path:
     for name, value in (("core.bare", "false"), ("core.worktree", str(tmp_path))):
         subprocess.run(["git", "config", "--file", tmp_path / "config", name, value], check=True)
     (tmp_path / "objective" / "mine.py").write_text(f"{OBJECTIVE}\n")
-    git = ["git", "-C", str(tmp_path / "objective"), "diff", "--name-only", "HEAD"]
-    assert subprocess.run(git, capture_output=True, text=True, check=True).stdout == "objective/mine.py\n"
-    assert run_git(tmp_path / "objective", "diff", "--name-only", "HEAD") is None
+    git = ["git", "-C", str(tmp_path / "objective"), "rev-parse", "HEAD"]
+    assert subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    assert run_git(tmp_path / "objective", "rev-parse", "HEAD") is None
 
 
 @pytest.mark.parametrize("url", ["ext::touch {}", "none::x"])
@@ -193,45 +226,17 @@ def test_missing_objects_of_a_repository_are_not_fetched(
     assert not (tmp_path / "ran").exists()
 
 
-def test_filters_of_a_submodule_do_not_run(commit: Commit, tmp_path: Path) -> None:
-    commit({"sub/.gitattributes": "* filter=x\n", "sub/a.py": "a = 1\n", "mine.py": OBJECTIVE})
-    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-
-    def git(*command: str, folder: Path = tmp_path) -> None:
-        subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True)
-
-    git("rm", "-r", "--cached", "--quiet", "sub")
-    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
-        git(*command, folder=tmp_path / "sub")
-    git("add", "sub")
-    git("commit", "--quiet", "--message", "second")
-    git("config", "filter.x.clean", f"touch {tmp_path / 'ran'}", folder=tmp_path / "sub")
-    (tmp_path / "sub" / "a.py").write_text("a = 2\n")
-    read_changes(tmp_path / "mine.py")
-    describe_environment(torch.device("cpu"), tmp_path / "mine.py")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_hooks_of_a_repository_do_not_run(commit: Commit, tmp_path: Path) -> None:
-    commit({"mine.py": OBJECTIVE, "other.txt": "a"})
-    hook = tmp_path / ".git" / "hooks" / "post-index-change"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
-    hook.chmod(0o755)
-    os.utime(tmp_path / "other.txt", (1, 1))  # git compares its content, and updates the index
-    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
-    assert read_changes(tmp_path / "mine.py")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_the_users_own_filters_do_not_run(commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings of the repository can extend git-lfs by programs."""
-    commit({"mine.py": OBJECTIVE, ".gitattributes": "*.py filter=lfs\n"})
-    (tmp_path / "user").mkdir()
-    (tmp_path / "user" / "config").write_text(
-        f'[filter "lfs"]\n clean = touch {tmp_path / "ran"} && cat\n required = true\n'
-    )
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "user" / "config"))
-    (tmp_path / "mine.py").write_text(f"{OBJECTIVE}\n")
-    assert read_changes(tmp_path / "mine.py")
-    assert not (tmp_path / "ran").exists()
+def test_a_source_without_a_commit_and_other_line_ends(commit: Commit, tmp_path: Path) -> None:
+    """git checks files out with the line ends of the system, without a difference."""
+    commit({"a.py": "a = 1\n", "end.py": "a = 1"})
+    (tmp_path / "a.py").write_bytes(b"a = 1\r\n")
+    assert compare_with_commit(tmp_path / "a.py") == {}
+    (tmp_path / "end.py").write_text("a = 1\x0cb\na = 2")
+    (tmp_path / "new.py").write_text("b = 1\n")
+    diffs = {name: read_changes(tmp_path / name) for name in ("new.py", "end.py")}
+    subprocess.run(["git", "-C", tmp_path, "checkout", "--quiet", "."], check=True)
+    (tmp_path / "new.py").unlink()
+    for diff in diffs.values():
+        subprocess.run(["git", "-C", tmp_path, "apply", "-"], input=diff, text=True, check=True)
+    assert (tmp_path / "end.py").read_text() == "a = 1\x0cb\na = 2"
+    assert (tmp_path / "new.py").read_text() == "b = 1\n"
