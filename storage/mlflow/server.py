@@ -204,7 +204,8 @@ def restrict_locations(destination: str) -> None:
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
         scheme, _, path = uri.partition(":")
-        is_elsewhere = scheme in _REFERENCES and (path.startswith("//") or "%" in path)  # a host, for clients
+        # Two slashes: a host, for clients.
+        is_elsewhere = scheme in _REFERENCES and (path.startswith("//") or "%" in path or ".." in path.split("/"))
         if is_elsewhere or (scheme not in _REFERENCES and not is_own(uri)):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 

@@ -143,6 +143,7 @@ def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
         f"{stack.home}/artifacts/../x",
         f"{stack.home}/artifacts/%2e%2e/x",
         "mlflow-artifacts:/%2e%2e/x",
+        "mlflow-artifacts:/../../x",
         "mlflow-artifacts:////127.0.0.1:9/x",
     ):
         with pytest.raises(MlflowException, match="'artifact_location' is not a location of this server; omit it"):
