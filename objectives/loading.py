@@ -215,6 +215,8 @@ def _is_as_safe(folder: Path, file: Path) -> bool:
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not a module name; write package.module:Class")
+    if name == "__main__":
+        raise ObjectiveError("workers cannot import '__main__'; pass the class itself, or write FILE.py:CLASS")
     with _wrap_import_errors(None):  # find_spec imports parent packages
         try:
             spec = importlib.util.find_spec(name)

@@ -26,7 +26,7 @@ from hpsearch.objectives.errors import MetricError, ObjectiveError, suggest_name
 from hpsearch.objectives.model_metric_names import get_metric_value
 from hpsearch.objectives.training.base_trainer import BaseTrainer, format_metrics
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
+from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors, to_python_scalars
 from hpsearch.objectives.training.evaluation.evaluate import is_metric_name
 from hpsearch.objectives.training.loop.guards import NonFiniteError
 from hpsearch.objectives.training.loop.measure_model import measure_model
@@ -313,18 +313,6 @@ def _to_floats(metrics: Any) -> dict[str, float]:
             raise ObjectiveError(f"trial.report: {name!r} must be one number, not {what}")
         found[name] = float(value.detach() if isinstance(value, Tensor) else value)
     return found
-
-
-def to_python_scalars(tree: Any) -> Any:
-    """Convert NumPy's scalars, which a checkpoint cannot hold, such as the result of `np.mean`."""
-    if isinstance(tree, np.generic):
-        return tree.item()
-    if not any(isinstance(leaf, np.generic) for _, leaf in leaves(tree)):
-        return tree
-    if isinstance(tree, Mapping):
-        return {key: to_python_scalars(value) for key, value in tree.items()}
-    values = map(to_python_scalars, tree)
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def _iterate_keys(tree: Any) -> Iterator[Any]:

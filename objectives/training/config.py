@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import numbers
@@ -181,12 +180,11 @@ class TrainConfig:
         """Copy the dictionary `model`, and reject values that a JSON round trip would change."""
         if not isinstance(value, Mapping):
             return value
-        copied = copy.deepcopy(dict(value))
         try:
-            is_same = json.loads(json.dumps(copied, allow_nan=False)) == copied
+            copied = json.loads(json.dumps(dict(value), allow_nan=False))  # NumPy's scalars become Python's
         except (TypeError, ValueError):
-            is_same = False
-        if not is_same:
+            copied = None
+        if copied != value:
             raise ObjectiveError(f"model must be a dictionary of JSON values with string keys, not {value!r}")
         return copied
 

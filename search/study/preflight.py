@@ -65,6 +65,7 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
         ObjectiveError: the objective raised an error; the message has the file and line.
     """
     from hpsearch.objectives.training.loop.build import build_run, try_step
+    from hpsearch.objectives.training.reproducibility.checkpoint import check_readable
 
     objective.default_config()  # for reports, and for commands that need no study; checks each bound and choice
     config, seed = suggest_configuration(objective, spec), derive_seed(spec.seed, "trial", 0)
@@ -80,6 +81,7 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     with contextlib.suppress(DeviceMemoryError), wrapped, translate_torch_errors(config, run.device):
         for _ in range(2):  # the second step may use tensors of the first one
             try_step(run)
+    check_readable(run.state_dict())
     if (export := bind_export(objective, config)) is not None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
             run.model.eval()

@@ -217,6 +217,7 @@ def test_a_base_class_with_an_underscore_is_skipped(write):
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
         ("hpsearch.nothing:Mine", "module 'hpsearch.nothing' not found"),
         ("..:Mine", "is not a module name"),
+        ("__main__:Mine", "workers cannot import '__main__'"),
         (
             "hpsearch.objectives.builtin.digits:Digit",
             "hpsearch.objectives.builtin.digits has no 'Digit'; did you mean 'Digits'?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pty
@@ -18,6 +19,7 @@ from hpsearch.search.console import (
     format_difference,
     format_score,
     format_sparkline,
+    log_to_stderr,
     plain_table,
     prefix_output,
     shorten_line,
@@ -160,3 +162,18 @@ def test_small_and_huge_values_are_readable(value: float | None, score: str, dif
 
 def test_changes_have_a_sign() -> None:
     assert [format_change(value) for value in (0.5, -2e-5, 0.0, None)] == ["+0.5000", "-2e-05", "+0.0000", "-"]
+
+
+def test_a_handler_that_raises_errors_ends_no_worker() -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(record.getMessage())
+
+    logger = logging.getLogger("hpsearch.tests.broken_handler")
+    handler = Broken()
+    logger.addHandler(handler)
+    with pytest.raises(RuntimeError, match="before"):
+        logger.error("before")
+    log_to_stderr(logging.INFO)
+    logger.error("after")
+    logger.removeHandler(handler)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,18 @@ def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def to_python_scalars(tree: Any) -> Any:
+    """Convert NumPy's scalars, which a checkpoint cannot hold, such as the result of `np.mean`."""
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if not any(isinstance(leaf, np.generic) for _, leaf in leaves(tree)):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: to_python_scalars(value) for key, value in tree.items()}
+    values = map(to_python_scalars, tree)
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def tensors(tree: Tree) -> Iterator[tuple[str, Tensor]]:

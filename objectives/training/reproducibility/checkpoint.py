@@ -8,8 +8,11 @@ import os
 import pickle
 import shutil
 import struct
+import tempfile
 import time
-from contextlib import suppress
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,51 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(state).__name__}")
     return state
+
+
+def check_readable(state: dict[str, Any]) -> None:
+    """Check that :func:`read` accepts a state, so that a fault appears at the first checkpoint instead of at a resume.
+
+    Raises:
+        ObjectiveError: the state contains objects other than plain values and tensors, such as a subclass of a tensor.
+    """
+    if (found := _find_unreadable(state, "")) is None:
+        return
+    name, part = found
+    raise ObjectiveError(
+        f"a checkpoint cannot store {name or 'the state'} (type {type(part).__name__}), because it could not be read "
+        "again; use plain values and tensors of PyTorch's own classes"
+    )
+
+
+def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
+    """Return the path and the value of the smallest unreadable part of a tree, None if there is none."""
+    if _is_readable(tree):
+        return None
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for key, part in items:
+        if (found := _find_unreadable(part, f"{name}.{key}" if name else str(key))) is not None:
+            return found
+    return name, tree
+
+
+def _is_readable(tree: Any) -> bool:
+    for has_data in (False, True):  # with the data only if it fails without, because some types need the data
+        try:
+            with tempfile.TemporaryFile() as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with nullcontext() if has_data else torch.serialization.skip_data():
+                    torch.save(tree, file)
+                file.seek(0)
+                torch.load(file, map_location="cpu" if has_data else "meta", weights_only=True)
+        except OSError:  # such as a full disk: this is no fault of the state
+            return True
+        except Exception as error:  # of the methods of any object
+            if isinstance(error.__context__, OSError):
+                return True
+        else:
+            return True
+    return False
 
 
 def _verify(path: Path) -> None:
@@ -169,6 +217,7 @@ class RunFiles:
         self._kept = [self.last_path, *earlier]
         self._snapshot_every, self._synced = snapshot_every, synced
         self._saved_at = time.monotonic()
+        self._is_checked = False  # whether the first state was found to be readable
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
@@ -215,7 +264,9 @@ class RunFiles:
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
+            ObjectiveError: the first state could not be read again.
         """
+        self._check_first(state)
         if best:
             self.write_best(state)
         require_complete_shards(state)
@@ -232,7 +283,9 @@ class RunFiles:
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
+            ObjectiveError: the first state could not be read again.
         """
+        self._check_first(state)
         require_complete_shards(state)
         for newer, older in reversed(list(pairwise(self._kept))):
             if newer.exists():
@@ -240,6 +293,11 @@ class RunFiles:
         write(self.last_path, state, synced=self._synced)
         self.remove_unreferenced_shards()
         self._saved_at = time.monotonic()
+
+    def _check_first(self, state: dict[str, Any]) -> None:
+        if not self._is_checked:
+            check_readable(state)
+            self._is_checked = True
 
     def is_due(self, save_every: float | None) -> bool:
         """Return whether `save_every` seconds have passed since `last.pt` was written; False if it is None."""

@@ -54,7 +54,7 @@ class MetricsFile:
 
     def _repair(self) -> set[int]:
         """Remove truncated lines, and return the epochs of the remaining lines."""
-        text = self.path.read_text() if self.path.exists() else ""
+        text = _read_text(self.path)
         records = _parse_records(text, "epoch")
         if len(records) < text.count("\n") or (text and not text.endswith("\n")):
             self.path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -74,7 +74,7 @@ class StepsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all valid records."""
-        return _parse_records(self.path.read_text(), "step") if self.path.exists() else []
+        return _parse_records(_read_text(self.path), "step")
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Append records."""
@@ -86,6 +86,11 @@ class StepsFile:
         if self.path.exists():
             kept = [record for record in self.read() if _is_before(record, step)]
             self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file; empty without a file. Bytes that a crash damaged are replaced."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _is_before(record: dict[str, Any], step: int) -> bool:

@@ -1,15 +1,19 @@
+import json
 import os
 import pickle
 import stat
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hpsearch import EpochRecord, LocalSession
+from hpsearch import EpochRecord, LocalSession, ObjectiveError
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError
-from hpsearch.objectives.training.reproducibility.metrics_file import MetricsFile
+from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles, check_readable
+from hpsearch.objectives.training.reproducibility.metrics_file import MetricsFile, StepsFile
 
 STATE = {
     "model": {"weight": torch.arange(1000.0)},
@@ -173,6 +177,51 @@ def test_metrics_are_appended_once_and_a_torn_line_is_repaired(tmp_path):
     lines = path.read_text().splitlines()
     assert path.read_text().startswith(whole)
     assert lines[2] == '{"epoch": 2, "timestamp": 102.0, "val_loss": 0.5, "odd": null}'
+
+
+def test_damaged_bytes_in_the_files_of_metrics_cost_only_their_lines(tmp_path):
+    steps = StepsFile(tmp_path / "steps.jsonl")
+    steps.append([{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
+    epochs = MetricsFile(tmp_path / "metrics.jsonl")
+    epochs.append(EpochRecord(0, 100.0, {"val_loss": 0.5}))
+    for path in (steps.path, epochs.path):
+        path.write_bytes(path.read_bytes() + b'\xff\xfe{"x')
+    steps.rewind(1)
+    assert [record["step"] for record in steps.read()] == [0]
+    MetricsFile(epochs.path).append(EpochRecord(1, 101.0, {"val_loss": 0.4}))
+    assert [json.loads(line)["epoch"] for line in epochs.path.read_text().splitlines()] == [0, 1]
+
+
+class Subclass(torch.Tensor):
+    """A class that `torch.load` rejects."""
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        (torch.ones(2).as_subclass(Subclass), "Subclass"),
+        (lambda: 1, "function"),
+        (np.float64(0.5), "float64"),
+        (1 << 4096, "int"),
+    ],
+)
+def test_a_state_that_could_not_be_read_again_is_an_error_at_the_first_save(tmp_path, part, kind):
+    """Before, every resume of the trial began with the first epoch."""
+    files = RunFiles(tmp_path)
+    with pytest.raises(ObjectiveError, match=rf"cannot store groups\.1\.part \(type {kind}\)"):
+        files.save_last({"model": torch.ones(3), "groups": [{}, {"part": part}]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_kinds_of_tensors_and_a_full_disk_pass_the_check(monkeypatch, recwarn):
+    tensors = [torch.eye(3).to_sparse(), nn.Parameter(torch.ones(2)), torch.ones(2, device="meta")]
+    tensors.append(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
+    recwarn.clear()
+    check_readable({"tensors": tensors, "size": torch.Size([1]), "ordered": OrderedDict(a=1), "text": "\ud800"})
+    assert recwarn.list == []
+    full = os.open("/dev/full", os.O_RDWR)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: os.fdopen(full, "r+b", buffering=0))
+    check_readable({"function": lambda: 1, "tensor": torch.ones(3)})
 
 
 def test_a_logged_file_is_kept(tmp_path):
