@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.objectives.template import write_template
+from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 
 _FAILING = """
@@ -41,24 +42,19 @@ reader.close()
     ("command", "statement"),
     [("train", "raise OSError(5, 'failed')"), ("smoke", "raise BrokenPipeError"), ("smoke", "writer.send(1)")],
 )
-def test_an_error_of_a_file_of_the_objective_is_reported(tmp_path: Path, command: str, statement: str) -> None:
+def test_an_error_of_a_file_of_the_objective_is_reported(
+    zygote: Zygote, tmp_path: Path, command: str, statement: str
+) -> None:
     """An ended helper process or a bad disk: before, the command ended without a message and with the exit code 0."""
     write_template(tmp_path / "wine.py")
     with (tmp_path / "wine.py").open("a") as file:
         file.write(_FAILING.format(statement=statement))
-    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "home")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "hpsearch", command, "wine.py:Failing"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = zygote.command([command, "wine.py:Failing"], cwd=tmp_path, HPSEARCH_HOME=str(tmp_path / "home"))
+    output, _ = ended.communicate()
     assert ended.returncode == 2
     line = (tmp_path / "wine.py").read_text().splitlines().index(f"            {statement}") + 1
-    assert f"wine.py:{line}: " in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert f"wine.py:{line}: " in output
+    assert "Traceback" not in output
 
 
 def test_ctrl_c_ends_a_command_whose_stderr_nobody_reads() -> None:

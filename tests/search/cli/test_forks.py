@@ -14,6 +14,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import StoredStudy
+from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 
 BAD_CALLS = """
@@ -117,16 +118,17 @@ def test_a_command_without_a_study(objective: str) -> None:
 
 
 @pytest.mark.usefixtures("objective")
-def test_code_that_ends_the_process_is_no_success() -> None:
-    command = [sys.executable, "-m", "hpsearch", "smoke", "wine.py:Ending"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_code_that_ends_the_process_is_no_success(zygote: Zygote) -> None:
+    ended = zygote.command(["smoke", "wine.py:Ending"], cwd=Path.cwd(), HPSEARCH_HOME=os.environ["HPSEARCH_HOME"])
+    output, _ = ended.communicate()
     assert ended.returncode == 1
-    assert "has ended the process with os._exit(0); remove the call" in ended.stderr
+    assert "has ended the process with os._exit(0); remove the call" in output
 
 
 @pytest.mark.usefixtures("objective")
-def test_a_program_ends_with_the_command_although_a_thread_runs() -> None:
-    subprocess.run([sys.executable, "-m", "hpsearch", "smoke", "wine.py:Leaving"], capture_output=True, check=True)
+def test_a_program_ends_with_the_command_although_a_thread_runs(zygote: Zygote) -> None:
+    command = zygote.command(["smoke", "wine.py:Leaving"], cwd=Path.cwd(), HPSEARCH_HOME=os.environ["HPSEARCH_HOME"])
+    assert command.wait() == 0
     wait_for(has_no_process_left, "the end of the program")
 
 
@@ -145,15 +147,25 @@ def test_code_that_asks_the_user_fails_in_the_check() -> None:
 
 
 @pytest.mark.usefixtures("objective")
-@pytest.mark.parametrize(
-    ("name", "code", "fault"),
-    [("Deaf", 0, ""), ("Aborting", 2, "(SIGABRT)"), ("Closing", 2, "closes file descriptors of hpsearch")],
-)
-def test_code_that_changes_the_process_of_the_command(name: str, code: int, fault: str) -> None:
-    command = ["run", f"wine.py:{name}", "--name", name, "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
-    ended = subprocess.run([sys.executable, "-m", "hpsearch", *command], capture_output=True, text=True, check=False)
-    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
-    assert fault in ended.stderr
+@pytest.mark.parametrize(("name", "code", "fault"), [("Deaf", 0, ""), ("Aborting", 2, "(SIGABRT)")])
+def test_code_that_changes_the_process_of_the_command(zygote: Zygote, name: str, code: int, fault: str) -> None:
+    variables = {key: os.environ[key] for key in ("HPSEARCH_HOME", "HPSEARCH_STORAGE_URL")}
+    ended = zygote.command(_list_arguments(name), cwd=Path.cwd(), **variables)
+    output, _ = ended.communicate()
+    assert (ended.returncode, "Traceback" in output) == (code, False), output
+    assert fault in output
+
+
+@pytest.mark.usefixtures("objective")
+def test_code_that_closes_files_of_the_command() -> None:
+    command = [sys.executable, "-m", "hpsearch", *_list_arguments("Closing")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
+    assert "closes file descriptors of hpsearch" in ended.stderr
+
+
+def _list_arguments(name: str) -> list[str]:
+    return ["run", f"wine.py:{name}", "--name", name, "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
 
 
 _IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
