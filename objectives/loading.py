@@ -132,7 +132,8 @@ def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> t
     module_name, _, name = reference.partition(":")
     if not name:
         raise ObjectiveError(describe_unknown_reference(reference))
-    if reference not in BUILTIN.values():
+    _check_module_name(module_name)
+    if reference not in BUILTIN.values() and _is_module_in(Path.cwd(), module_name):
         _search_first(Path.cwd())
     return _named_class(_import_module(module_name), name, module_name)
 
@@ -212,11 +213,21 @@ def _is_as_safe(folder: Path, file: Path) -> bool:
     return file.is_relative_to(folder) and not status.st_mode & stat.S_ISVTX
 
 
-def _import_module(name: str) -> ModuleType:
+def _check_module_name(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not a module name; write package.module:Class")
     if name == "__main__":
         raise ObjectiveError("workers cannot import '__main__'; pass the class itself, or write FILE.py:CLASS")
+
+
+def _is_module_in(folder: Path, name: str) -> bool:
+    """Return whether a module may be in a folder: if others can add modules to it, only if it is found nowhere else."""
+    if find_changeable_part(folder, as_folder=True) is None:
+        return True
+    return importlib.util.find_spec(name.partition(".")[0]) is None
+
+
+def _import_module(name: str) -> ModuleType:
     with _wrap_import_errors(None):  # find_spec imports parent packages
         try:
             spec = importlib.util.find_spec(name)

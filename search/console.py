@@ -26,6 +26,7 @@ from rich.text import Text
 from hpsearch.search.private_output import find_exposure_of_links
 from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
+from hpsearch.tolerant_logger import TolerantLogger
 
 _STEP_INTERVAL_SECONDS = 30.0  # without a terminal: between two lines that differ only in their numbers
 _LEAST_COLUMNS = 40  # the columns of tables with fewer characters are empty
@@ -337,19 +338,11 @@ class EscapingFormatter(logging.Formatter):
         return escape_controls(super().format(record))
 
 
-class _TolerantLogger(logging.Logger):
-    """A logger whose methods raise no errors: an objective may add filters and handlers that raise them."""
-
-    def _log(self, *arguments: Any, **options: Any) -> None:
-        with suppress(Exception):
-            super()._log(*arguments, **options)
-
-
 def log_to_stderr(level: int) -> None:
     """Print log records from `level` on to stderr, with time and level."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("hpsearch.") and type(logger) is logging.Logger:
-            logger.__class__ = _TolerantLogger
+            logger.__class__ = TolerantLogger
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.raiseExceptions = False  # a log on a full disk must not add a traceback per line

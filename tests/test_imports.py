@@ -143,6 +143,7 @@ MODULES = (
     "host_name",
     "kill_points",
     "redaction",
+    "tolerant_logger",
     "working_folder",
 )
 

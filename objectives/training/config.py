@@ -181,7 +181,7 @@ class TrainConfig:
         if not isinstance(value, Mapping):
             return value
         try:
-            copied = json.loads(json.dumps(dict(value), allow_nan=False))  # NumPy's scalars become Python's
+            copied = json.loads(json.dumps(dict(value), allow_nan=False, default=_convert_scalar))
         except (TypeError, ValueError):
             copied = None
         if copied != value:
@@ -227,6 +227,13 @@ class TrainConfig:
 FIELDS: dict[str, FieldInfo] = vars(TrainConfig)["__pydantic_fields__"]
 
 _TYPES = {float: "a number", int: "an integer", bool: "True or False", str: "a string", dict: "a dictionary"}
+
+
+def _convert_scalar(value: Any) -> Any:
+    """Return NumPy's scalars as Python values; a value of another type is no JSON value."""
+    if type(value).__module__ != "numpy":
+        raise TypeError
+    return value.item()
 
 
 def _format_error(error: ValidationError) -> str:

@@ -38,9 +38,9 @@ PRELOADED_MODULES = (
 
 
 def _watch_fleet() -> int:
-    """Fork a process that ends this one if the fleet ends before the imports, such as after a wrong setting.
+    """Start a process that kills the fork server if the fleet ends during the imports, and return its process id.
 
-    A thread would have to wait while an import holds the interpreter's lock.
+    A fleet ends early after a wrong setting. An import can hold the GIL, which blocks a thread.
     """
     server = os.getpid()
     if watcher := os.fork():
@@ -48,10 +48,11 @@ def _watch_fleet() -> int:
     try:
         while os.getppid() == server and _read_parent(server) == _fleet:
             time.sleep(0.2)
-        os.kill(server, signal.SIGKILL)
-    finally:  # also if the server has ended
+        if os.getppid() == server:
+            os.kill(server, signal.SIGKILL)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+    finally:  # also if /proc is unreadable
         os._exit(0)
 
 
@@ -78,6 +79,7 @@ for _name in PRELOADED_MODULES:
     with contextlib.suppress(Exception):  # the command and the workers report the error of an import
         importlib.import_module(_name)
 os.kill(_watcher, signal.SIGKILL)
-os.waitpid(_watcher, 0)
+with contextlib.suppress(ChildProcessError):  # if the program ignores SIGCHLD
+    os.waitpid(_watcher, 0)
 gc.enable()
 gc.freeze()  # memory pages that the collector does not touch stay shared between the workers

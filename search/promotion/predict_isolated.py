@@ -64,7 +64,8 @@ def load_single_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     import numpy as np
     import torch
 
-    model = mlflow.pyfunc.load_model(folder)
+    # The check of requirements, of which it would warn, imports each name in the file.
+    model = mlflow.pyfunc.load_model(folder, suppress_warnings=True)
 
     def predict(arrays: list[Any]) -> Any:
         # Parts of similar size, because an exported model may require at least two rows.
@@ -82,7 +83,7 @@ def load_multi_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     import mlflow.pytorch
     import torch
 
-    model = mlflow.pytorch.load_model(folder)
+    model = mlflow.pytorch.load_model(folder, suppress_warnings=True)
 
     def predict(arrays: list[Any]) -> Any:
         with torch.no_grad():

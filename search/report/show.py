@@ -35,6 +35,7 @@ from hpsearch.search.study.summary import (
     summarise,
 )
 from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
 
@@ -291,8 +292,11 @@ def print_study(
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines; on a terminal, sentences wrap between words, but tables, commands and links can be copied."""
-    for line in lines:
+    """Print lines; on a terminal, sentences wrap between words, but tables, commands and links can be copied.
+
+    A line feed from the database must not add a line.
+    """
+    for line in map(escape_line, lines):
         is_sentence = " = " in line or ("://" not in line and not line.startswith(" "))
         console.print(line, soft_wrap=not (is_sentence and console.is_terminal))
 

@@ -25,6 +25,7 @@ from hpsearch.search.study.summary import (
     list_violations,
 )
 from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, AttemptRecord, read_attempts, read_epoch_values
 
@@ -73,7 +74,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from first start to end{running}"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in format_promotions(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
-    return [(name, str(value)) for name, value in facts if value]
+    return [(name, escape_line(str(value))) for name, value in facts if value]
 
 
 def _format_pruning(record: dict[str, object] | None) -> str:

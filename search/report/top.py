@@ -23,6 +23,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
 from hpsearch.storage.attributes import STOPPED, WANTED_WORKERS
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.lost_attempts import LossCause
 from hpsearch.storage.trials.worker_registry import (
@@ -283,7 +284,7 @@ def _make_worker_cells(status: StudyStatus, worker: WorkerRow) -> dict[str, Text
     identity = worker.identity
     state = Text(_LABELS.get(worker.state, worker.state), style=_STATES[worker.state])
     if worker.left_as:
-        state.append(f": {worker.left_as}", "dim")
+        state.append(f": {escape_line(worker.left_as)}", "dim")
     seen = max((status.at - worker.seen_at).total_seconds(), 0.0)
     return {
         "worker": identity.name,
@@ -307,7 +308,10 @@ def make_event_table(events: Sequence[AttemptEnd], at: datetime, width: int) -> 
         width: width in characters.
     """
     table = plain_table("ended", "trial", "outcome", "reason", right=("trial",), wrap=(), header_style="dim")
-    outcomes = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]
+    outcomes = [
+        Text(escape_line(event.outcome), style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim"))
+        for event in events
+    ]
     # Shortened here, because rich omits columns of tables that are too wide.
     longest = max("outcome", *map(str, outcomes), key=len)
     room = width - sum(len(f"{word}  ") for word in ("99.9 min ago", "trial", longest, ""))

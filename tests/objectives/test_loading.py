@@ -157,6 +157,20 @@ def test_a_working_folder_of_others_is_not_searched(write, open_folder, monkeypa
     assert str(Path.cwd()) in sys.path, "the user's own folder, such as that of a project"
 
 
+def test_a_working_folder_of_others_is_searched_only_for_a_module_that_is_not_installed(
+    write, open_folder, monkeypatch
+):
+    write("installed_objective.py", GOOD.format(name="Mine"))
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.chdir(open_folder)
+    open_folder.chmod(0o1777)
+    load_objective("installed_objective:Mine")
+    assert str(open_folder) not in sys.path
+    (open_folder / "objective_in_place.py").write_text(GOOD.format(name="Mine"))
+    load_objective("objective_in_place:Mine")
+    assert str(open_folder) in sys.path
+
+
 def test_a_working_folder_of_a_group_is_searched_for_a_file_in_it(write, open_folder, monkeypatch):
     """The members of another group may be able to change the file, so that its path alone does not tell."""
     own, shared = write("own/mine.py", GOOD.format(name="Mine")), open_folder / "shared"

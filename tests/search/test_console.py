@@ -9,6 +9,7 @@ import os
 import pty
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -165,8 +166,11 @@ def test_changes_have_a_sign() -> None:
 
 
 def test_a_handler_that_raises_errors_ends_no_worker() -> None:
+    found = list[logging.LogRecord]()
+
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
+            found.append(record)
             raise RuntimeError(record.getMessage())
 
     logger = logging.getLogger("hpsearch.tests.broken_handler")
@@ -176,4 +180,12 @@ def test_a_handler_that_raises_errors_ends_no_worker() -> None:
         logger.error("before")
     log_to_stderr(logging.INFO)
     logger.error("after")
+    factory = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(lambda *_, **__: 1 / 0)
+    try:
+        logger.error("with %s", "a broken factory")
+    finally:
+        logging.setLogRecordFactory(factory)
     logger.removeHandler(handler)
+    assert [record.getMessage() for record in found] == ["before", "after", "with a broken factory"]
+    assert {Path(record.pathname).name for record in found} == {"test_console.py"}

@@ -296,6 +296,9 @@ def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: 
     assert shop.run("add").stdout.split() == ["rich-one[all]"]
 
 
+SECRET_URLS = ("https://user:hunter2@host/a.whl", "git+http://hunter2@host/a.git", "git+ssh://git:hunter2@host/a.git")
+
+
 @pytest.mark.soak  # another whole installation
 def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Clone) -> None:
     assert shop.run("x").returncode == 0
@@ -307,19 +310,17 @@ def test_a_package_that_cannot_be_added_is_an_error_and_changes_nothing(shop: Cl
         ("-r", "an option", "give package names"),
         ("./plain", "not the name of a package", "give package names"),
         ("", "not the name of a package", "give package names"),
+        *((f"secret @ {url}", "could read the login", "into ~/.netrc") for url in SECRET_URLS),
     ):
         refused = shop.run("add", "deeper", package)
         lines = [
             line for line in refused.stderr.splitlines() if not re.search(r"\[ *\d+ s\]", line)
         ]  # lines of progress
         assert (refused.returncode, len(lines), refused.stdout) == (2, 1, ""), (package, refused.stderr)
-        assert all(part in lines[0] for part in ("error: cannot add", package, why, remedy)), lines
+        named = package.partition(" @ ")[0]
+        assert all(part in lines[0] for part in ("error: cannot add", named, why, remedy)), lines
+        assert "hunter2" not in lines[0]
         assert (there(shop), (shop.venv / "hpsearch.stamp").read_text()) == before
-    refused = shop.run("add", "secret @ http://user:pass-word@127.0.0.1:9/secret-1.0-py3-none-any.whl")
-    assert (refused.returncode, "pass-word" in refused.stderr) == (2, False), refused.stderr
-    commands = [line for line in (shop.venv / "hpsearch.log").read_text().splitlines() if line.startswith("$ ")]
-    assert (len(commands) > 0, "pass-word" in "".join(commands)) == (True, False), "other users can read command lines"
-    assert (shop.venv / "hpsearch.private").stat().st_mode & 0o777 == 0o600
     assert shop.run("add").stdout == ""
     assert shop.run("add", "--help").stdout.startswith("usage: ./hpsearch add [PACKAGE...]")
 

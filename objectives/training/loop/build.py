@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,7 +21,7 @@ from hpsearch.objectives.training.data.loader import Augment
 from hpsearch.objectives.training.data.resplit import ResplitSeed
 from hpsearch.objectives.training.data.samplers import EpochOrder
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import to_device, watch_changes
+from hpsearch.objectives.training.data.tree import to_device, to_python_scalars, watch_changes
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
 from hpsearch.objectives.training.evaluation.running_metrics import aggregate_over_ranks
 from hpsearch.objectives.training.evaluation.step import bind_forward
@@ -244,7 +245,7 @@ def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) ->
     with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
         if own is not None:
-            return complete_groups(model, config, own)
+            return complete_groups(model, config, [_convert_settings(group) for group in own])
     if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
     frozen = [
@@ -259,6 +260,11 @@ def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) ->
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def _convert_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group with Python's numbers instead of NumPy's, which a checkpoint cannot hold."""
+    return {key: value if key == "params" else to_python_scalars(value) for key, value in group.items()}
 
 
 def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:

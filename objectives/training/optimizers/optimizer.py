@@ -14,7 +14,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.data.tree import to_python_scalars
 
 # Normalization layers by type, because layers in a Sequential have no meaningful names.
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
@@ -197,8 +196,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     found: ParameterGroups = []
     for number, group in enumerate(groups):
         defaults = {"name": f"group{number}", "lr": config.lr, "weight_decay": config.weight_decay}
-        settings = {key: to_python_scalars(value) for key, value in group.items() if key != "params"}
-        found.append({**defaults, **settings, "params": list(group["params"])})
+        found.append({**defaults, **group, "params": list(group["params"])})
     ids = [id(parameter) for group in found for parameter in group["params"]]
     if len(ids) > len(set(ids)):
         raise ObjectiveError("a parameter occurs twice in the parameter groups; list each parameter once")

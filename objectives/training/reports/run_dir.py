@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.reports.plots import plot_curves, plot_gradient_norms
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
+from hpsearch.tolerant_logger import TolerantLogger
 
 if TYPE_CHECKING:
     from hpsearch.objectives.training.result import RunResult
@@ -43,7 +44,7 @@ class RunDir:
     def __init__(self, path: Path | None, *, should_log: bool) -> None:
         self.path = path
         level = logging.INFO if should_log else logging.CRITICAL
-        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # not registered, one per run
+        self.log = TolerantLogger("hpsearch.objectives.training.loop.run", level)  # not registered, one per run
         self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
             try:

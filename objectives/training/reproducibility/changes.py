@@ -20,6 +20,7 @@ from hpsearch.redaction import HIDDEN, redact
 
 RECORD_CHANGES = "HPSEARCH_RECORD_CHANGES"  # 0 to record no changes
 _MAX_LENGTH = 200_000  # characters
+_MAX_COMPARED_LINES = 4000  # of both files; difflib's time grows with the square
 _DECODE_ERRORS = "backslashreplace"  # keeps the differences of files with another encoding
 
 
@@ -38,7 +39,7 @@ def read_changes(source: Path | None) -> str:
     """
     if source is None or os.environ.get(RECORD_CHANGES) == "0":
         return ""
-    changed = compare_with_commit(source) or {}
+    changed = compare_with_commit(source, len(sys.modules)) or {}
     diff = "".join(_format_difference(name, before, after) for name, (before, after) in sorted(changed.items()))
     if not diff:
         return ""
@@ -48,35 +49,46 @@ def read_changes(source: Path | None) -> str:
 
 
 @lru_cache
-def compare_with_commit(source: Path) -> dict[str, tuple[str | None, str]] | None:
+def compare_with_commit(source: Path, _n_modules: int) -> dict[str, tuple[str, str]] | None:
     """Compare an objective's source file, and the files that it imports, with the last commit.
 
-    git only reads objects here: if it compared files, it would run filters that the repository defines.
+    git reads only objects and attributes here: if it compared files, it would run filters that the repository defines.
+
+    Args:
+        source: the source file.
+        _n_modules: number of loaded modules, so that the result is cached until another module is loaded.
 
     Returns:
-        The committed and the present text of each file that differs, by its name in the repository. The committed text
-        of a source file that the commit does not contain is None; such imported files are left out. None if there is
-        no commit, or if it cannot be read.
+        The committed and the present text of each file that differs, by its name in the repository. Imported files that
+        the commit does not contain are omitted. None if it does not contain the source file, or cannot be compared.
     """
-    top = run_git(source.parent, "rev-parse", "--show-toplevel")
-    if top is None or not (path := source.resolve()).is_relative_to(root := Path(top.removesuffix("\n")).resolve()):
+    path = source.resolve()
+    top = run_git(path.parent, "rev-parse", "--show-toplevel")
+    if top is None or "site-packages" in path.parts or not path.is_relative_to(root := Path(top.removesuffix("\n"))):
         return None
     loaded = {file for module in list(sys.modules.values()) if (file := _find_file(module, root)) is not None}
-    names = {file: file.relative_to(root).as_posix() for file in (path, *loaded) if file.is_file()}
+    names = {file: file.relative_to(root).as_posix() for file in (path, *loaded)}
     listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD", "--", *sorted(names.values()))
-    if listing is None:
-        return None
-    entries = (line.partition("\t") for line in listing.split("\0")[:-1])
+    entries = (line.partition("\t") for line in (listing or "").split("\0")[:-1])
     digests = {name: entry.split(" ")[2] for entry, _, name in entries}
-    contents = {file: file.read_bytes() for file, name in names.items() if file == path or name in digests}
+    if names[path] not in digests:
+        return None
+    try:
+        contents = {file: file.read_bytes() for file, name in names.items() if name in digests and file.exists()}
+    except OSError:
+        return None
     # In a repository with SHA-256, all files seem to differ here, and their texts are compared.
-    differing = {file for file, content in contents.items() if _hash_blob(content) != digests.get(names[file])}
-    changed: dict[str, tuple[str | None, str]] = {}
+    differing = {file for file, content in contents.items() if _hash_blob(content) != digests[names[file]]}
+    if not differing:
+        return {}
     # The imports are searched only now: to parse all files of a repository, such as hpsearch's own, can take a second.
-    for file in differing & _find_imported_files(path, root) if differing else ():
-        digest, after = digests.get(names[file]), _decode(contents[file])
-        before = None if digest is None else run_git(root, "cat-file", "blob", digest)
-        if digest is not None and before is None:
+    differing &= _find_imported_files(path, root)
+    if differing and _has_conversions(root, [names[file] for file in differing]):
+        return None
+    changed: dict[str, tuple[str, str]] = {}
+    for file in differing:
+        after = _decode(contents[file])
+        if (before := run_git(root, "cat-file", "blob", digests[names[file]])) is None:
             return None
         if before != after:
             changed[names[file]] = before, after
@@ -88,23 +100,32 @@ def _hash_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+def _has_conversions(root: Path, names: list[str]) -> bool:
+    """Return whether git stores one of the files in another form, for example encrypted."""
+    found = run_git(root, "check-attr", "-z", "filter", "ident", "working-tree-encoding", "--", *sorted(names))
+    return found is None or not {"unspecified", "unset"}.issuperset(found.split("\0")[2::3])
+
+
 def _decode(content: bytes) -> str:
     """Return the text of a file as :func:`run_git` returns it: with the same errors and line ends."""
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=_DECODE_ERRORS).read()
 
 
-def _format_difference(name: str, before: str | None, after: str) -> str:
+def _format_difference(name: str, before: str, after: str) -> str:
     """Return a difference in the format of git, which `git apply` reads."""
     shown = name if name.isprintable() else ascii(name)
-    head = f"diff --git a/{shown} b/{shown}\n" + ("new file mode 100644\n" if before is None else "")
-    old = "/dev/null" if before is None else f"a/{shown}"
-    old_lines, new_lines = (io.StringIO(text).readlines() for text in (before or "", after))
-    lines = difflib.unified_diff(old_lines, new_lines, old, f"b/{shown}")
+    old, new = (io.StringIO(text).readlines() for text in (before, after))
+    if len(old) + len(new) <= _MAX_COMPARED_LINES:
+        lines = [*difflib.unified_diff(old, new, f"a/{shown}", f"b/{shown}")]
+    else:
+        lines = [f"--- a/{shown}\n", f"+++ b/{shown}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n"]
+        lines += [f"-{line}" for line in old] + [f"+{line}" for line in new]
+    head = f"diff --git a/{shown} b/{shown}\n"
     return head + "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def run_git(folder: Path, *arguments: str) -> str | None:
-    """Run a git command that reads no files of the working tree.
+    """Run a git command that compares no files of the working tree.
 
     Returns:
         Its output; None if git is missing or fails, or if the repository has no entry `.git`: other users could create
@@ -116,7 +137,9 @@ def run_git(folder: Path, *arguments: str) -> str | None:
         return None
     # A random name of a protocol: a repository cannot define an alias that acts as its remote helper.
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
-    command = ("git", "--no-optional-locks", "-c", "safe.bareRepository=explicit", "-C", str(folder), *arguments)
+    environment |= {"GIT_LITERAL_PATHSPECS": "1"}
+    settings = ("-c", "safe.bareRepository=explicit", "-c", "core.fsmonitor=false")
+    command = ("git", "--no-optional-locks", *settings, "-C", str(folder), *arguments)
     try:
         done = subprocess.run(
             command,

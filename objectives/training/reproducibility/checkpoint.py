@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, is_out_of_memory
 
 log = logging.getLogger("hpsearch.objectives.training")
 
@@ -91,7 +91,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_readable(state: dict[str, Any]) -> None:
-    """Check that :func:`read` accepts a state, so that a fault appears at the first checkpoint instead of at a resume.
+    """Reject a state that :func:`read` cannot load.
 
     Raises:
         ObjectiveError: the state contains objects other than plain values and tensors, such as a subclass of a tensor.
@@ -106,7 +106,7 @@ def check_readable(state: dict[str, Any]) -> None:
 
 
 def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
-    """Return the path and the value of the smallest unreadable part of a tree, None if there is none."""
+    """Return path and value of the smallest unreadable part of a tree; None if all parts are readable."""
     if _is_readable(tree):
         return None
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
@@ -117,7 +117,7 @@ def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
 
 
 def _is_readable(tree: Any) -> bool:
-    for has_data in (False, True):  # with the data only if it fails without, because some types need the data
+    for has_data in (False, True):  # quantized and nested tensors cannot be loaded without their data
         try:
             with tempfile.TemporaryFile() as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ def _is_readable(tree: Any) -> bool:
         except OSError:  # such as a full disk: this is no fault of the state
             return True
         except Exception as error:  # of the methods of any object
-            if isinstance(error.__context__, OSError):
+            if isinstance(error.__context__, OSError) or is_out_of_memory(error):
                 return True
         else:
             return True
@@ -217,7 +217,7 @@ class RunFiles:
         self._kept = [self.last_path, *earlier]
         self._snapshot_every, self._synced = snapshot_every, synced
         self._saved_at = time.monotonic()
-        self._is_checked = False  # whether the first state was found to be readable
+        self._checked: set[frozenset[tuple[str, type]]] = set()  # kinds of states that passed `check_readable`
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
@@ -264,9 +264,9 @@ class RunFiles:
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
-            ObjectiveError: the first state could not be read again.
+            ObjectiveError: the state could not be read again.
         """
-        self._check_first(state)
+        self._check(state)
         if best:
             self.write_best(state)
         require_complete_shards(state)
@@ -283,9 +283,9 @@ class RunFiles:
 
         Raises:
             OSError: a file cannot be written, for example because the disk is full.
-            ObjectiveError: the first state could not be read again.
+            ObjectiveError: the state could not be read again.
         """
-        self._check_first(state)
+        self._check(state)
         require_complete_shards(state)
         for newer, older in reversed(list(pairwise(self._kept))):
             if newer.exists():
@@ -294,10 +294,11 @@ class RunFiles:
         self.remove_unreferenced_shards()
         self._saved_at = time.monotonic()
 
-    def _check_first(self, state: dict[str, Any]) -> None:
-        if not self._is_checked:
+    def _check(self, state: dict[str, Any]) -> None:
+        kind = frozenset((key, type(value)) for key, value in state.items())
+        if kind not in self._checked:  # a custom loop may report its first state after several epochs
             check_readable(state)
-            self._is_checked = True
+            self._checked.add(kind)
 
     def is_due(self, save_every: float | None) -> bool:
         """Return whether `save_every` seconds have passed since `last.pt` was written; False if it is None."""

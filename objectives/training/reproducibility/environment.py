@@ -52,13 +52,18 @@ def _version(name: str) -> str | None:
         return None
 
 
-@lru_cache
 def _describe_commit(source: Path | None) -> dict[str, Any]:
     """Return the commit of the source, or of the working folder, and whether the source and its imports differ from it.
 
     The difference is None if it is unknown.
     """
-    if not (sha := run_git(source.parent if source else Path.cwd(), "rev-parse", "HEAD")):
+    if not (sha := _read_commit(source.resolve().parent if source else Path.cwd())):
         return {}
-    changed = compare_with_commit(source) if source else None
-    return {"git_sha": sha.strip(), "git_dirty": None if changed is None else bool(changed)}
+    changed = compare_with_commit(source, len(sys.modules)) if source else None
+    return {"git_sha": sha, "git_dirty": None if changed is None else bool(changed)}
+
+
+@lru_cache
+def _read_commit(folder: Path) -> str:
+    """Return the last commit at the first call: later ones do not contain the loaded code."""
+    return (run_git(folder, "rev-parse", "HEAD") or "").strip()

@@ -89,7 +89,7 @@ class StepsFile:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file; empty without a file. Bytes that a crash damaged are replaced."""
+    """Return the text of a file; empty without a file. Damaged bytes become U+FFFD."""
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
@@ -99,9 +99,9 @@ def _is_before(record: dict[str, Any], step: int) -> bool:
 
 
 def _parse_records(text: str, key: str) -> list[dict[str, Any]]:
-    """Return the valid records that contain `key`; lines that a crash truncated are skipped."""
+    """Return the valid records that contain `key`; lines that a crash truncated or damaged are skipped."""
     found = []
-    for line in text.splitlines():
+    for line in (line for line in text.splitlines() if line.isascii()):
         with suppress(ValueError):
             found.append(json.loads(line))
     return [record for record in found if isinstance(record, dict) and key in record]

@@ -31,8 +31,17 @@ def test_a_round_trip_through_json_keeps_every_field():
 def test_numbers_become_plain_python_numbers():
     config = TrainConfig(lr=np.float32(0.5), batch_size=np.int64(8), weight_decay=0)
     assert (type(config.lr), type(config.batch_size), type(config.weight_decay)) == (float, int, float)
-    model = TrainConfig(model={"rate": np.float64(0.1), "kind": np.str_("a"), "rates": [np.float64(0.2)]}).model
-    assert [type(value) for value in (model["rate"], model["kind"], model["rates"][0])] == [float, str, float]
+    values = {
+        "rate": np.float64(0.1),
+        "kind": np.str_("a"),
+        "width": np.int64(8),
+        "bias": np.bool_(1),
+        "drop": np.float32(0.5),
+    }
+    model = TrainConfig(model={**values, "rates": [np.float64(0.2)]}).model
+    types = {"rate": float, "kind": str, "width": int, "bias": bool, "drop": float, "rates": list}
+    assert {name: type(value) for name, value in model.items()} == types
+    assert type(model["rates"][0]) is float
 
 
 def test_the_model_settings_are_a_copy():

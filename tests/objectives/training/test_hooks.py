@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils import prune
@@ -78,11 +79,15 @@ def test_an_endless_sampler_is_an_error():
 
 def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
     def groups(_self, model, config):
-        return [{"params": model[1][0].parameters(), "lr": 0.1 * config.lr}, {"params": model[1][2].parameters()}]
+        return [
+            {"params": model[1][0].parameters(), "lr": np.float64(0.1) * config.lr},
+            {"params": model[1][2].parameters()},
+        ]
 
     run = built(objective_with(parameter_groups=groups), lr=0.02, weight_decay=0.3)
     rates = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
     assert rates == [(pytest.approx(0.002), 0.3), (pytest.approx(0.02), 0.3)]
+    assert [type(rate) for rate, _ in rates] == [float, float], "a checkpoint cannot hold NumPy's numbers"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from hpsearch.search.promotion.exported_program import find_unsafe_part, list_unsafe_parts
 from hpsearch.search.promotion.model_files import find_code
+from hpsearch.search.promotion.predict_isolated import load_single_input_predictor
 from hpsearch.storage.mlflow.model_export import export_model, write_checkpoint_model
 from tests.search.promotion.program_attacks import (
     Members,
@@ -64,6 +65,15 @@ def test_an_exported_model_and_a_checkpoint_have_no_code(exported: Path, tmp_pat
     weights.write_bytes(b"weights")
     write_checkpoint_model(weights, tmp_path / "checkpoint", objective="digits", reason="why")
     assert find_code(tmp_path / "checkpoint") == ""
+
+
+def test_names_in_the_requirements_of_a_model_are_not_imported(exported: Path) -> None:
+    """MLflow imports each name that is no installed distribution, to look up its version."""
+    with (exported / "requirements.txt").open("a") as file:
+        file.write("\nthis\n")
+    sys.modules.pop("this", None)
+    load_single_input_predictor(str(exported))
+    assert "this" not in sys.modules
 
 
 class Product(nn.Module):

@@ -1,7 +1,6 @@
 import sys
 from copy import deepcopy as copy_of
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,20 +11,11 @@ from hpsearch.objectives.training.optimizers.optimizer import (
     FACTORIES,
     SAM,
     build_optimizer,
-    complete_groups,
     parameter_groups,
 )
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 CPU = torch.device("cpu")
-
-
-def test_numbers_of_numpy_in_parameter_groups_become_plain_numbers():
-    """A checkpoint cannot hold them."""
-    model, rates = nn.Linear(2, 2), np.linspace(0.1, 0.2, 2)
-    own = {"params": model.parameters(), "lr": rates[0], "betas": (rates[1], 0.9), "weight_decay": np.float32(0.5)}
-    (group,) = complete_groups(model, TrainConfig(), [own])
-    assert [type(value) for value in (group["lr"], group["betas"][0], group["weight_decay"])] == [float] * 3
 
 
 def test_biases_and_norms_have_no_weight_decay():

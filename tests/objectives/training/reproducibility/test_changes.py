@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ SETTINGS = """
 
 def test_programs_of_a_repository_do_not_run(commit: Commit, tmp_path: Path) -> None:
     """git runs filters and hooks if it compares files. The include hides the filter: it exists in one folder only."""
-    commit({"mine/mine.py": OBJECTIVE, "other.txt": "a", ".gitattributes": "* filter=x\n"})
+    commit({"mine/mine.py": OBJECTIVE, "other.txt": "a", ".gitattributes": "*.txt filter=x\n"})
     (tmp_path / "worktree").mkdir()
     for name in ("mine", "other.txt", ".gitattributes"):
         (tmp_path / name).rename(tmp_path / "worktree" / name)
@@ -179,7 +180,7 @@ def test_programs_of_a_repository_do_not_run(commit: Commit, tmp_path: Path) -> 
     assert describe_environment(torch.device("cpu"), source)["git_dirty"] is True
     assert list(tmp_path.rglob("ran-*")) == []
     subprocess.run(["git", "-C", source.parent, "status"], check=False, capture_output=True)
-    assert list(tmp_path.rglob("ran-filter")) != []
+    assert {path.name for path in tmp_path.rglob("ran-*")} == {"ran-monitor", "ran-filter", "ran-hook"}
 
 
 def test_a_repository_without_a_git_folder_is_not_used(commit: Commit, tmp_path: Path) -> None:
@@ -226,17 +227,40 @@ def test_missing_objects_of_a_repository_are_not_fetched(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_source_without_a_commit_and_other_line_ends(commit: Commit, tmp_path: Path) -> None:
+def test_files_with_other_line_ends_and_long_files(commit: Commit, tmp_path: Path) -> None:
     """git checks files out with the line ends of the system, without a difference."""
-    commit({"a.py": "a = 1\n", "end.py": "a = 1"})
+    commit({"a.py": "a = 1\n", "end.py": "a = 1", "long.py": "a = 1\n" * 3000})
     (tmp_path / "a.py").write_bytes(b"a = 1\r\n")
-    assert compare_with_commit(tmp_path / "a.py") == {}
-    (tmp_path / "end.py").write_text("a = 1\x0cb\na = 2")
-    (tmp_path / "new.py").write_text("b = 1\n")
-    diffs = {name: read_changes(tmp_path / name) for name in ("new.py", "end.py")}
+    assert compare_with_commit(tmp_path / "a.py", 0) == {}
+    changed = {"end.py": "a = 1\x0cb\na = 2", "long.py": "b = 1\na = 1\n" * 1500}
+    for name, text in changed.items():
+        (tmp_path / name).write_text(text)
+    diffs = [read_changes(tmp_path / name) for name in changed]
     subprocess.run(["git", "-C", tmp_path, "checkout", "--quiet", "."], check=True)
-    (tmp_path / "new.py").unlink()
-    for diff in diffs.values():
+    for diff in diffs:
         subprocess.run(["git", "-C", tmp_path, "apply", "-"], input=diff, text=True, check=True)
-    assert (tmp_path / "end.py").read_text() == "a = 1\x0cb\na = 2"
-    assert (tmp_path / "new.py").read_text() == "b = 1\n"
+    assert {name: (tmp_path / name).read_text() for name in changed} == changed
+
+
+def test_files_of_unknown_state_are_not_recorded(commit: Commit, tmp_path: Path) -> None:
+    """git may store a file encrypted, and an ignored file or an installed package is no change of the user."""
+    attributes = "secret.py filter=x\nident.py ident\n"
+    names = ("secret.py", "ident.py", "lib/site-packages/mine.py")
+    commit({".gitattributes": attributes, ".gitignore": "ignored.py\n", **dict.fromkeys(names, "a = 1\n")})
+    for name in (*names, "ignored.py"):
+        (tmp_path / name).write_text("a = 'Miller'\n")
+        assert compare_with_commit(tmp_path / name, 0) is None
+        assert read_changes(tmp_path / name) == ""
+
+
+def test_a_module_that_the_objective_imports_later_is_recorded(
+    commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit({"late.py": "def run():\n    import late_helper\n", "late_helper.py": "a = 1\n"})
+    (tmp_path / "late_helper.py").write_text("a = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("late")
+    assert describe_environment(torch.device("cpu"), tmp_path / "late.py")["git_dirty"] is False
+    import_module("late").run()
+    assert describe_environment(torch.device("cpu"), tmp_path / "late.py")["git_dirty"] is True
+    assert "+a = 2" in read_changes(tmp_path / "late.py")
