@@ -30,6 +30,7 @@ from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors, to
 from hpsearch.objectives.training.evaluation.evaluate import is_metric_name
 from hpsearch.objectives.training.loop.guards import NonFiniteError
 from hpsearch.objectives.training.loop.measure_model import measure_model
+from hpsearch.objectives.training.reproducibility.checkpoint import is_readable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
@@ -333,7 +334,15 @@ def _iterate_containers(tree: Any) -> Iterator[Any]:
 
 
 _CONTAINERS = (dict, list, tuple, OrderedDict, Counter, torch.Size)  # that torch.load accepts with weights_only=True
+_MAX_BITS = 1024  # torch.load reads integers with up to about 2,040 bits
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))  # not their subclasses, such as enumerations
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value, without a test. It may not hold tensors with attributes."""
+    if isinstance(value, Tensor):
+        return type(value) in (Tensor, nn.Parameter) and not value.__dict__
+    return type(value) is not int or value.bit_length() <= _MAX_BITS
 
 
 def check_serializable(tree: Any, what: str) -> None:
@@ -344,7 +353,8 @@ def check_serializable(tree: Any, what: str) -> None:
             and type.
     """
     for name, value in leaves(tree, what):
-        if not isinstance(value, Tensor) and type(value) not in _PLAIN_TYPES:
+        is_known = isinstance(value, Tensor) or type(value) in _PLAIN_TYPES
+        if not is_known or not (_is_plain(value) or is_readable(value)):
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
             kind = type(value).__name__
             raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")

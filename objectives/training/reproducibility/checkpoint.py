@@ -83,7 +83,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ObjectiveError(f"{path} cannot be read ({error.strerror}); remove it, or use another folder") from None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of the classes that the user has allowed, too
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(f"{path} contains other objects than plain values and tensors") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(state).__name__}")
@@ -107,7 +111,7 @@ def check_readable(state: dict[str, Any]) -> None:
 
 def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
     """Return path and value of the smallest unreadable part of a tree; None if all parts are readable."""
-    if _is_readable(tree):
+    if is_readable(tree):
         return None
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for key, part in items:
@@ -116,7 +120,8 @@ def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
     return name, tree
 
 
-def _is_readable(tree: Any) -> bool:
+def is_readable(tree: Any) -> bool:
+    """Return whether :func:`read` can load a part of a state; True if the disk or memory is too full to find out."""
     for has_data in (False, True):  # quantized and nested tensors cannot be loaded without their data
         try:
             with tempfile.TemporaryFile() as file, warnings.catch_warnings():
@@ -125,7 +130,7 @@ def _is_readable(tree: Any) -> bool:
                     torch.save(tree, file)
                 file.seek(0)
                 torch.load(file, map_location="cpu" if has_data else "meta", weights_only=True)
-        except OSError:  # such as a full disk: this is no fault of the state
+        except OSError:
             return True
         except Exception as error:  # of the methods of any object
             if isinstance(error.__context__, OSError) or is_out_of_memory(error):
@@ -217,7 +222,7 @@ class RunFiles:
         self._kept = [self.last_path, *earlier]
         self._snapshot_every, self._synced = snapshot_every, synced
         self._saved_at = time.monotonic()
-        self._checked: set[frozenset[tuple[str, type]]] = set()  # kinds of states that passed `check_readable`
+        self._is_checked = False  # whether a state passed `check_readable`
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
@@ -295,10 +300,9 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def _check(self, state: dict[str, Any]) -> None:
-        kind = frozenset((key, type(value)) for key, value in state.items())
-        if kind not in self._checked:  # a custom loop may report its first state after several epochs
+        if not self._is_checked:
             check_readable(state)
-            self._checked.add(kind)
+            self._is_checked = True
 
     def is_due(self, save_every: float | None) -> bool:
         """Return whether `save_every` seconds have passed since `last.pt` was written; False if it is None."""

@@ -222,6 +222,15 @@ def _raise(error):
     raise error
 
 
+class Image(torch.Tensor):
+    """A class that `torch.load` rejects."""
+
+
+def _report_image_in_epoch_2(_self, trial):
+    for epoch in trial.epochs():
+        trial.report({"distance": 1.0}, state={"worst": torch.ones(2).as_subclass(Image) if epoch else None})
+
+
 @dataclasses.dataclass
 class WithoutAllFields:
     warm: int = dataclasses.field(init=False, default=3)
@@ -264,6 +273,11 @@ def _reporting(*reports, outside=False):
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
             r"trial.report: 'state\.net' is a Linear, which a checkpoint cannot store; pass its state_dict\(\)",
         ),
+        (
+            type("Wrong", (Gan,), {"run": _report_image_in_epoch_2, "epochs": 2}),
+            r"trial.report: 'state\.worst' is a Image, which a checkpoint cannot store",
+        ),
+        (_reporting(({"distance": 1.0}, {"n": 1 << 4096})), r"trial.report: 'state\.n' is a int, which a checkpoint"),
         (
             _reporting(({"distance": 1.0}, {"a": {np.int64(3): 1}})),
             "a key in 'state' is of type int64, which a checkpoint",
