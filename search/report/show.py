@@ -43,7 +43,7 @@ from hpsearch.storage.records.promotions import Promotion
 def format_last_failure(study: StoredStudy) -> list[str]:
     """Return a line with the reason of the last failed trial; an empty list if no trial has failed."""
     failed = [t for t in study.trials(TrialState.FAIL) if REASON in t.user_attrs]
-    return [f"last failure: trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
+    return [f"last failure: trial {t.number}: {escape_line(str(t.user_attrs[REASON]))}" for t in failed[-1:]]
 
 
 def _join_bounds(spec: StudySpec) -> str:
@@ -160,7 +160,7 @@ def format_promotion(promotion: Promotion) -> str:
     """
     why = promotion.evidence.get("unconfirmed")
     unconfirmed = f", unconfirmed ({why})" if why else ""
-    return (
+    return escape_line(
         f"promoted: {describe_model(promotion)} is {promotion.model_name}@{promotion.alias} "
         f"(version {promotion.version}), by {promotion.promoted_by} on {format_utc(promotion.promoted_at)}{unconfirmed}"
     )
@@ -285,18 +285,15 @@ def print_study(
     summary = summarise(study)
     lines = [*format_summary(study, summary, dashboard_url=dashboard_url), *format_promotions(study)]
     if why := study.attrs.get(STOPPED):
-        lines.append(f"study stopped {why}")
+        lines.append(f"study stopped {escape_line(str(why))}")
     elif not study.is_spent(summary.finished) and not summary.running:
         lines.append(f"not finished; continue with: {study.resume_command}")
     print_lines(console, lines)
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print lines; on a terminal, sentences wrap between words, but tables, commands and links can be copied.
-
-    A line feed from the database must not add a line.
-    """
-    for line in map(escape_line, lines):
+    """Print lines; on a terminal, sentences wrap between words, but tables, commands and links can be copied."""
+    for line in lines:
         is_sentence = " = " in line or ("://" not in line and not line.startswith(" "))
         console.print(line, soft_wrap=not (is_sentence and console.is_terminal))
 

@@ -242,7 +242,7 @@ def render_status(
     """
     room = max(height - _RESERVED_LINES - (0 if best is None else best.row_count + 2), 6)
     shown = min(len(status.workers), max(room * 2 // 3, 3))
-    details = [(f"  stopped: {status.stopped}", "red")] if status.stopped else []
+    details = [(f"  stopped: {escape_line(status.stopped)}", "red")] if status.stopped else []
     details.append((f"  {status.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
     front = f", {len(status.front)} on the Pareto front" if status.front else ""
     first = f"{format_best(status.progress, status.metric, front)}; {format_rate(epochs_per_second, status.eta)}"

@@ -42,6 +42,7 @@ from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import DEVICES, STOPPED
 from hpsearch.storage.database.retry import limit_retries
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.trials.history import read_attempts
 from hpsearch.storage.trials.lost_attempts import count_running_trials
@@ -205,7 +206,7 @@ def _finish_search(
         console.print(f"report:             {report}")
     for line in gave_up:
         console.print(line)
-    stopped, is_finished = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
+    stopped, is_finished = escape_line(str(study.attrs.get(STOPPED) or "")), study.is_spent(summary.finished)
     if interrupted:
         console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:

@@ -48,12 +48,13 @@ NAME, VALUE = f"lr{TERMINAL}", f"[x]({SCRIPT}){HTML}`{TERMINAL}"
 @pytest.fixture
 def study(database_url: str) -> StoredStudy:
     space = {NAME: CategoricalDistribution((VALUE,))}
-    attrs = {REASON: TERMINAL + HTML, WORKER: TERMINAL, ORIGIN: TERMINAL, TRACKING: TERMINAL, RUN_URL: SCRIPT}
+    line = f"{TERMINAL}\nnext: forged"
+    attrs = {REASON: line + HTML, WORKER: line, ORIGIN: line, TRACKING: line, RUN_URL: SCRIPT}
     made = {"params": {NAME: VALUE}, "distributions": space, "user_attrs": attrs}
     trials = [create_trial(value=0.5, **made), create_trial(state=TrialState.FAIL, **made)]  # type: ignore[arg-type]
     found = search(open_storage(database_url, application_name="test"), "s", trials)
     found.set_attr(RUN_URL, SCRIPT)
-    found.set_attr(STOPPED, TERMINAL)
+    found.set_attr(STOPPED, line)
     return found
 
 
@@ -67,6 +68,8 @@ def test_commands_print_visible_escapes(
     assert run_command([*command, "--storage-url", database_url]) == 0
     output = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\x9b"} & set(output)
+    assert "\nnext: forged" not in output
+    assert "\\n    hpsearch" not in output, "a command is a line of its own"
     assert command == ("studies",) or r"\x1b]0;owned" in output or r"\u001b]0;owned" in output
 
 
@@ -197,7 +200,7 @@ def test_the_csv_file_of_the_dashboard_has_no_formulas(study: StoredStudy, datab
     assert [row["Value"] for row in rows] == ["0.5", "", "-0.5"]
     assert rows[2]["UserAttribute note"] == f"'{formula}"
     assert rows[2]["UserAttribute n"] == "-3"
-    assert rows[0][f"UserAttribute {WORKER}"] == SHOWN
+    assert rows[0][f"UserAttribute {WORKER}"] == f"{SHOWN}\nnext: forged"
 
 
 def _get(app: Any, path: str) -> str:
