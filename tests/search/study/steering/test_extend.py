@@ -45,7 +45,7 @@ def test_an_unchanged_budget_is_reported(say: Say, study: optuna.Study) -> None:
 @pytest.mark.parametrize(
     ("trials", "words"),
     [
-        ("2", ["--trials 2", "already started 2 trials", "+N"]),
+        ("2", ["--trials 2", "already started 2 trials", "give +1 or more, or a number above 2"]),
         ("0", ["--trials 0"]),
         ("-5", ["--trials '-5'", "+N"]),
         ("+0.5", ["--trials '+0.5'", "+N"]),
