@@ -153,7 +153,7 @@ def extend_study(
         if setting == "n_trials" and after <= started:
             raise SearchError(
                 f"--trials {more}: study {study.spec.name!r} has already started {started} trials; "
-                f"give +{started - before + 1} or more, or a number above {started}"
+                f"give +{max(started - before, 0) + 1} or more, or a number above {started}"
             )
         changed.append(BudgetChange(before, after, started, unit))
         changed_spec = {**spec, setting: after}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import re
 import stat
 from pathlib import Path
 
@@ -49,11 +50,21 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
             is_closed = is_closed and not target.is_absolute()
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
             current = Path(target.anchor) if target.is_absolute() else current
-        elif not is_closed and _can_others_change(part, status, is_sticky_safe=bool(names)):
+            continue
+        is_closed = is_closed and not _is_mount_point(part)  # others may reach it at another path
+        if not is_closed and _can_others_change(part, status, is_sticky_safe=bool(names)):
             return part
-        else:
-            current = part
+        current = part
     return None
+
+
+def _is_mount_point(path: Path) -> bool:
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # no Linux
+        return path.is_mount()
+    points = (line.split(" ")[4] for line in lines)  # also those of bind mounts
+    return str(path) in (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point) for point in points)
 
 
 def _can_others_change(path: Path, status: os.stat_result, *, is_sticky_safe: bool) -> bool:

@@ -8,9 +8,11 @@ import grp
 import hashlib
 import os
 import pwd
+import shlex
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -150,6 +152,26 @@ def test_an_access_control_list_lets_others_change_a_file_of_the_users_private_g
     except OSError:
         pytest.skip("the file system has no access control lists")
     assert find_changeable_part(tmp_path / "file") == tmp_path / "file"
+
+
+_CHECK = "import sys; from pathlib import Path; from hpsearch.changeable_paths import find_changeable_part; "
+_CHECK += "print(find_changeable_part(Path(sys.argv[1]), as_folder=True))"
+
+
+def test_a_folder_that_is_mounted_below_a_private_one_is_reachable(tmp_path: Path) -> None:
+    shared, mounted = tmp_path / "shared", tmp_path / "own" / "a folder"
+    shared.mkdir()
+    shared.chmod(0o777)
+    mounted.mkdir(parents=True)
+    mounted.parent.chmod(0o700)
+    check = f'mount --bind "$1" "$2" && exec {shlex.quote(sys.executable)} -c "$0" "$2"'
+    command = ["unshare", "--mount", "sh", "-c", check, _CHECK, str(shared), str(mounted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"this user cannot mount folders: {done.stderr}")
+    assert done.stdout == f"{mounted}\n"
+    mounted.chmod(0o777)
+    assert find_changeable_part(mounted, as_folder=True) is None
 
 
 def test_a_group_that_is_the_first_group_of_two_users_is_not_private(

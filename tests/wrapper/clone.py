@@ -26,6 +26,8 @@ class Clone:
     def __init__(self, root: Path, python: str = PYTHON) -> None:
         shutil.copytree(REPOSITORY / "tests" / "wrapper_clone", root, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(REPOSITORY / "hpsearch", root)
+        (root / "src" / "hpsearch").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "src" / "hpsearch" / "changeable_paths.py", root / "src" / "hpsearch")
         (root / "constraints.txt").write_text("")
         (root / "constraints-torch.txt").write_text("# torch==2.13.0\n")
         self.root, self.venv, self.python = root, root / ".venv", python

@@ -63,9 +63,9 @@ def test_uv_reads_no_settings_of_folders_above(clone: Clone, tmp_path: Path) -> 
 
 
 @pytest.mark.soak
-def test_a_cache_of_uv_that_others_can_write_to_is_not_used(clone: Clone, tmp_path: Path) -> None:
+def test_a_cache_of_uv_that_others_can_write_to_is_not_used(clone: Clone, open_folder: Path, tmp_path: Path) -> None:
     """Uv does not verify packages from its cache."""
-    cache = tmp_path / "shared" / "uv"
+    cache = open_folder / "shared" / "uv"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     clone.environment |= {"XDG_CACHE_HOME": str(cache.parent)}
