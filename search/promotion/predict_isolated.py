@@ -83,7 +83,7 @@ def load_multi_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     import mlflow.pytorch
     import torch
 
-    model = mlflow.pytorch.load_model(folder, suppress_warnings=True)
+    model = mlflow.pytorch.load_model(folder)
 
     def predict(arrays: list[Any]) -> Any:
         with torch.no_grad():

@@ -25,6 +25,7 @@ _STORE_HOSTS = {
     "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
 }
 _STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
+_REFERENCES = {"runs", "models"}  # to other locations, which are checked too
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _SCHEMES = (*_REMOTE, *_PROXIED)
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
@@ -106,7 +107,9 @@ def _parse(location: str) -> SplitResult:
 def _is_at_server(parts: SplitResult, uri: str) -> bool:
     """Return whether requests for a proxied location go to the tracking server."""
     server = urlsplit(uri)
-    is_same = parts.netloc in {"", server.netloc} and parts.scheme in {"mlflow-artifacts", server.scheme}
+    if not parts.netloc:  # MLflow inserts the host of the server, but only for this scheme
+        return parts.scheme == "mlflow-artifacts" and not parts.path.startswith("//")
+    is_same = parts.netloc == server.netloc and parts.scheme in {"mlflow-artifacts", server.scheme}
     return is_same and not parts.path.startswith("//")
 
 
@@ -138,8 +141,7 @@ def restrict_artifact_locations(uri: str) -> None:
 
     if not _restricted:
         for scheme, create in registry.get_registered_artifact_repositories().items():
-            if scheme not in ("runs", "models"):
-                registry._artifact_repository_registry.register(scheme, _check_before(create))
+            registry._artifact_repository_registry.register(scheme, _check_before(create))
     _restricted.add(uri.rstrip("/"))
 
 
@@ -148,7 +150,10 @@ def _check_before(create: Any) -> Any:
 
     def create_checked(artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> Any:
         if tracking_uri is not None and (uri := tracking_uri.rstrip("/")) in _restricted:
-            check_location(artifact_uri, uri)
+            if (parts := _parse(artifact_uri)).scheme not in _REFERENCES:
+                check_location(artifact_uri, uri)
+            elif parts.netloc:  # MLflow would use the user's login for Databricks
+                raise LocationRejectedError(f"artifact location {artifact_uri} of {uri} is on another server")
         if _parse(artifact_uri).scheme in HDFS_SCHEMES:
             load_hdfs_library()
         return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)

@@ -94,6 +94,8 @@ def test_artifacts_are_not_written_to_local_folders(
         ("http://elsewhere\\@127.0.0.1:9/a", False),
         ("mlflow-artifacts://user@127.0.0.1:9/a", False),
         ("http://[", False),
+        ("http://", False),
+        ("http:///mlflow-artifacts/artifacts", False),
         ("file:///a", False),
         ("/a", False),
         ("a", False),
@@ -110,6 +112,15 @@ def test_locations(location: str, *, is_allowed: bool) -> None:
             continue
         with pytest.raises(StorageError, match="is not a remote store"):
             check(location, URI)
+
+
+@pytest.mark.parametrize("location", ["models://@databricks/private/3", "runs://profile@databricks/1/a"])
+def test_no_login_for_another_server_is_used_for_a_reference(tracking: Tracking, location: str) -> None:
+    """MLflow takes it from the user's variables and files."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    with pytest.raises(StorageError, match="is on another server"):
+        get_artifact_repository(location, tracking_uri=tracking.uri)
 
 
 @pytest.mark.parametrize("location", ["s3://bucket/a", "gs://bucket/a", "abfss://c@account.dfs.core.windows.net/a"])
