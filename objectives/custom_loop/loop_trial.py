@@ -366,7 +366,7 @@ def check_serializable(tree: Any, what: str) -> None:
                 "list or tuple"
             )
     for key in _iterate_keys(tree):
-        if type(key) not in _PLAIN_TYPES:
+        if type(key) not in _PLAIN_TYPES or not _is_plain(key):
             kind = type(key).__name__
             raise ObjectiveError(
                 f"trial.report: a key in {what!r} is of type {kind}, which a checkpoint cannot store; use plain texts "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -198,6 +199,11 @@ class Study:
             raise SearchError(
                 f"Study.{method.__name__} cannot start workers, because this process is daemonic; start the process "
                 "with daemon=False, or call Study.run_worker"
+            )
+        if workers and not sys.executable:  # an embedded interpreter
+            raise SearchError(
+                f"Study.{method.__name__} cannot start workers, because sys.executable is {sys.executable!r}; set it "
+                "to the path of Python, or call Study.run_worker"
             )
         start_fork_server(workers)
         return self._parse(method, how)

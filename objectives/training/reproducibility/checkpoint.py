@@ -82,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
     except (IsADirectoryError, PermissionError) as error:
         raise ObjectiveError(f"{path} cannot be read ({error.strerror}); remove it, or use another folder") from None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except OSError:
         raise
     except Exception as error:  # of the classes that the user has allowed, too
@@ -120,6 +120,19 @@ def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
     return name, tree
 
 
+def _find_types(tree: Any) -> set[type]:
+    """Return the types of all parts of a tree, which include keys."""
+    found, waiting = set[type](), [tree]
+    while waiting:
+        part = waiting.pop()
+        found.add(type(part))
+        if isinstance(part, Mapping):
+            waiting += (*part.keys(), *part.values())
+        elif isinstance(part, (tuple, list)):
+            waiting += part
+    return found
+
+
 def is_readable(tree: Any) -> bool:
     """Return whether :func:`read` can load a part of a state; True if the disk or memory is too full to find out."""
     for has_data in (False, True):  # quantized and nested tensors cannot be loaded without their data
@@ -129,7 +142,7 @@ def is_readable(tree: Any) -> bool:
                 with nullcontext() if has_data else torch.serialization.skip_data():
                     torch.save(tree, file)
                 file.seek(0)
-                torch.load(file, map_location="cpu" if has_data else "meta", weights_only=True)
+                torch.load(file, map_location="cpu" if has_data else "meta", weights_only=True, mmap=False)
         except OSError:
             return True
         except Exception as error:  # of the methods of any object
@@ -222,7 +235,7 @@ class RunFiles:
         self._kept = [self.last_path, *earlier]
         self._snapshot_every, self._synced = snapshot_every, synced
         self._saved_at = time.monotonic()
-        self._is_checked = False  # whether a state passed `check_readable`
+        self._checked_types: set[type] = set()  # of the parts of states that passed `check_readable`
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest valid state, or None; truncated or changed files are skipped with a warning."""
@@ -300,9 +313,9 @@ class RunFiles:
         self._saved_at = time.monotonic()
 
     def _check(self, state: dict[str, Any]) -> None:
-        if not self._is_checked:
+        if not self._checked_types.issuperset(types := _find_types(state)):
             check_readable(state)
-            self._is_checked = True
+            self._checked_types |= types
 
     def is_due(self, save_every: float | None) -> bool:
         """Return whether `save_every` seconds have passed since `last.pt` was written; False if it is None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,15 @@ def test_a_daemonic_process_may_not_start_workers(study: Study) -> None:
     process.start()
     process.join()
     assert received.recv().startswith("Study.run cannot start workers, because this process is daemonic; start the")
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_an_embedded_interpreter_may_not_start_workers(
+    study: Study, monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(SearchError, match=r"cannot start workers, because sys\.executable is .*; set it to the path"):
+        study.run(workers=1)
 
 
 @pytest.mark.parametrize("given", [pd.DataFrame({"width": [16]}), 5, [5]], ids=["table", "number", "list"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -433,6 +434,12 @@ def test_the_user_of_a_connection_is_found_by_the_address_of_the_servers_socket(
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the users of connections")
 def test_a_request_whose_client_has_ended_the_connection_is_rejected() -> None:
     """Its ports may be those of a later connection of the user who owns the cookie."""
+    while not _reject_request_of_ended_connection():
+        pass
+
+
+def _reject_request_of_ended_connection() -> bool:
+    """Return whether the request was rejected; False if another process took the port of the client meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         connection, (_, client_port) = server.accept()
         end, address = ServerEnd(connection), client.getsockname()
@@ -450,9 +457,15 @@ def test_a_request_whose_client_has_ended_the_connection_is_rejected() -> None:
         client.close()
         with socket.socket() as later, connection:
             later.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            later.bind(address)
+            try:
+                later.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                raise
             later.connect(server.getsockname())
             assert find_client_user(*ports) == os.geteuid()
             rejected = answer(cookie=cookie)
             assert rejected is not None
             assert rejected.status == 401
+            return True

@@ -4,6 +4,7 @@ import pickle
 import stat
 from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -216,15 +217,32 @@ class Subclass(torch.Tensor):
         (torch.ones(2).as_subclass(Subclass), "Subclass"),
         (lambda: 1, "function"),
         (np.float64(0.5), "float64"),
-        (1 << 4096, "int"),
     ],
 )
 def test_a_state_that_could_not_be_read_again_is_an_error_at_the_first_save(tmp_path, part, kind):
     """Before, every resume of the trial began with the first epoch."""
     files = RunFiles(tmp_path / "run")
+    files.save_last({"model": torch.ones(3), "groups": [{}, {"part": 1}]})
+    files.remove(files.last_path)
     with pytest.raises(ObjectiveError, match=rf"cannot store groups\.1\.part \(type {kind}\)"):
         files.save_last({"model": torch.ones(3), "groups": [{}, {"part": part}]})
-    assert not files.run_dir.exists()
+    assert list(files.run_dir.iterdir()) == []
+
+
+class Position(NamedTuple):
+    """A key of a table, which `torch.load` rejects."""
+
+    x: int
+
+
+def test_a_key_that_could_not_be_read_again_is_an_error(tmp_path):
+    with pytest.raises(ObjectiveError, match=r"cannot store table \(type dict\)"):
+        RunFiles(tmp_path).save_last({"table": {Position(1): 0.5}})
+
+
+def test_the_check_ignores_the_setting_to_map_files(monkeypatch):
+    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
+    check_readable({"model": torch.ones(3)})
 
 
 def test_all_kinds_of_tensors_and_a_full_disk_pass_the_check(monkeypatch, recwarn):
