@@ -67,32 +67,37 @@ def compare_with_commit(source: Path, _n_modules: int) -> dict[str, tuple[str, s
     if top is None or "site-packages" in path.parts or not path.is_relative_to(root := Path(top.removesuffix("\n"))):
         return None
     loaded = {file for module in list(sys.modules.values()) if (file := _find_file(module, root)) is not None}
-    names = {file: file.relative_to(root).as_posix() for file in (path, *loaded)}
-    listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD", "--", *sorted(names.values()))
-    entries = (line.partition("\t") for line in (listing or "").split("\0")[:-1])
-    digests = {name: entry.split(" ")[2] for entry, _, name in entries}
-    if names[path] not in digests:
+    digests = _list_committed(root, {path, *loaded})
+    if path not in digests:
         return None
     try:
-        contents = {file: file.read_bytes() for file, name in names.items() if name in digests and file.exists()}
+        contents = {file: file.read_bytes() for file in digests if file.exists()}
     except OSError:
         return None
     # In a repository with SHA-256, all files seem to differ here, and their texts are compared.
-    differing = {file for file, content in contents.items() if _hash_blob(content) != digests[names[file]]}
+    differing = {file for file, content in contents.items() if _hash_blob(content) != digests[file]}
     if not differing:
         return {}
     # The imports are searched only now: to parse all files of a repository, such as hpsearch's own, can take a second.
     differing &= _find_imported_files(path, root)
-    if differing and _has_conversions(root, [names[file] for file in differing]):
+    if differing and _has_conversions(root, differing):
         return None
     changed: dict[str, tuple[str, str]] = {}
     for file in differing:
         after = _decode(contents[file])
-        if (before := run_git(root, "cat-file", "blob", digests[names[file]])) is None:
+        if (before := run_git(root, "cat-file", "blob", digests[file])) is None:
             return None
         if before != after:
-            changed[names[file]] = before, after
+            changed[file.relative_to(root).as_posix()] = before, after
     return changed
+
+
+def _list_committed(root: Path, files: set[Path]) -> dict[Path, str]:
+    """Return the names of the contents that the last commit has for some files; other files are omitted."""
+    names = sorted(file.relative_to(root).as_posix() for file in files)
+    listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD", "--", *names) or ""
+    entries = (line.partition("\t") for line in listing.split("\0")[:-1])
+    return {root / name: entry.split(" ")[2] for entry, _, name in entries}
 
 
 def _hash_blob(content: bytes) -> str:
@@ -100,9 +105,10 @@ def _hash_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _has_conversions(root: Path, names: list[str]) -> bool:
+def _has_conversions(root: Path, files: set[Path]) -> bool:
     """Return whether git stores one of the files in another form, for example encrypted."""
-    found = run_git(root, "check-attr", "-z", "filter", "ident", "working-tree-encoding", "--", *sorted(names))
+    names = sorted(file.relative_to(root).as_posix() for file in files)
+    found = run_git(root, "check-attr", "-z", "filter", "ident", "working-tree-encoding", "--", *names)
     return found is None or not {"unspecified", "unset"}.issuperset(found.split("\0")[2::3])
 
 
@@ -131,11 +137,11 @@ def run_git(folder: Path, *arguments: str) -> str | None:
         Its output; None if git is missing or fails, or if the repository has no entry `.git`: other users could create
         its files in a folder above, such as /tmp.
     """
-    # The settings of an untrusted repository can name programs: transports for missing objects, which are disabled
-    # here, and filters and others, which run if git reads files.
     if not _has_git_entry(folder):
         return None
-    # A random name of a protocol: a repository cannot define an alias that acts as its remote helper.
+    # The settings of an untrusted repository can name programs: transports for missing objects, which are disabled
+    # here, and filters and others, which run if git reads files. A random name of a protocol is allowed instead of
+    # none: a repository cannot define an alias that acts as its remote helper.
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
     environment |= {"GIT_LITERAL_PATHSPECS": "1"}
     settings = ("-c", "safe.bareRepository=explicit", "-c", "core.fsmonitor=false")
