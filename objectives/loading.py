@@ -12,7 +12,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -133,7 +133,7 @@ def _find_class(reference: str, *, checked: tuple[Path, str] | None = None) -> t
     if not name:
         raise ObjectiveError(describe_unknown_reference(reference))
     _check_module_name(module_name)
-    if reference not in BUILTIN.values() and _is_module_in(Path.cwd(), module_name):
+    if reference not in BUILTIN.values() and _should_search(Path.cwd(), module_name):
         _search_first(Path.cwd())
     return _named_class(_import_module(module_name), name, module_name)
 
@@ -220,11 +220,17 @@ def _check_module_name(name: str) -> None:
         raise ObjectiveError("workers cannot import '__main__'; pass the class itself, or write FILE.py:CLASS")
 
 
-def _is_module_in(folder: Path, name: str) -> bool:
-    """Return whether a module may be in a folder: if others can add modules to it, only if it is found nowhere else."""
+def _should_search(folder: Path, name: str) -> bool:
+    """Return whether to search a folder for a module. If others can change it, only for modules found nowhere else."""
     if find_changeable_part(folder, as_folder=True) is None:
         return True
-    return importlib.util.find_spec(name.partition(".")[0]) is None
+    with _wrap_import_errors(None):
+        spec = importlib.util.find_spec(name.partition(".")[0])
+        if spec is None or spec.origin is not None:
+            return spec is None
+        with suppress(ModuleNotFoundError):  # a namespace: any folder of this name
+            return importlib.util.find_spec(name) is None
+        return True
 
 
 def _import_module(name: str) -> ModuleType:

@@ -338,11 +338,14 @@ _MAX_BITS = 1024  # torch.load reads integers with up to about 2,040 bits
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))  # not their subclasses, such as enumerations
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value, without a test. It may not hold tensors with attributes."""
+def _can_store(value: Any) -> bool:
+    """Return whether a checkpoint can hold a leaf or a key; unusual tensors and large integers are tested."""
     if isinstance(value, Tensor):
-        return type(value) in (Tensor, nn.Parameter) and not value.__dict__
-    return type(value) is not int or value.bit_length() <= _MAX_BITS
+        is_usual = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.__dict__
+        return is_usual or is_readable(value)
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        return is_readable(value)
+    return type(value) in _PLAIN_TYPES
 
 
 def check_serializable(tree: Any, what: str) -> None:
@@ -353,11 +356,12 @@ def check_serializable(tree: Any, what: str) -> None:
             and type.
     """
     for name, value in leaves(tree, what):
-        is_known = isinstance(value, Tensor) or type(value) in _PLAIN_TYPES
-        if not is_known or not (_is_plain(value) or is_readable(value)):
+        if not _can_store(value):
             remedy = "pass its state_dict()" if hasattr(value, "state_dict") else "pass tensors and plain values"
+            if type(value) is int:
+                remedy = f"it has {value.bit_length()} bits, so pass it as a text"
             kind = type(value).__name__
-            raise ObjectiveError(f"trial.report: {name!r} is a {kind}, which a checkpoint cannot store; {remedy}")
+            raise ObjectiveError(f"trial.report: {name!r} is of type {kind}, which a checkpoint cannot store; {remedy}")
     for container in _iterate_containers(tree):
         if type(container) not in _CONTAINERS:
             kind = type(container).__name__
@@ -366,7 +370,7 @@ def check_serializable(tree: Any, what: str) -> None:
                 "list or tuple"
             )
     for key in _iterate_keys(tree):
-        if type(key) not in _PLAIN_TYPES or not _is_plain(key):
+        if isinstance(key, Tensor) or not _can_store(key):
             kind = type(key).__name__
             raise ObjectiveError(
                 f"trial.report: a key in {what!r} is of type {kind}, which a checkpoint cannot store; use plain texts "

@@ -230,10 +230,18 @@ _TYPES = {float: "a number", int: "an integer", bool: "True or False", str: "a s
 
 
 def _convert_scalar(value: Any) -> Any:
-    """Return NumPy's scalars as Python values; a value of another type is no JSON value."""
-    if type(value).__module__ != "numpy":
-        raise TypeError
-    return value.item()
+    """Convert a scalar of NumPy to a Python value.
+
+    Raises:
+        TypeError: the value has another type.
+    """
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if f"{type(value).__module__}.{type(value).__name__}" in ("numpy.bool", "numpy.bool_"):  # which is no Number
+        return bool(value)
+    raise TypeError
 
 
 def _format_error(error: ValidationError) -> str:

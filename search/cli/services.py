@@ -214,6 +214,7 @@ def restore(
     from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as restore_backup
+    from hpsearch.storage.display import escape_line
 
     with restore_handlers(), show_steps(PlainConsole(stderr=True)) as progress:
         _exit_on_signals()
@@ -228,7 +229,7 @@ def restore(
             progress=progress,
         )
     at = ("--home", home) if home else ()
-    echo(f"restored {_format_counts(done.manifest)}, from the backup of {done.manifest.made_at}")
+    echo(f"restored {_format_counts(done.manifest)}, from the backup of {escape_line(done.manifest.made_at)}")
     for study, url in done.external_checkpoints:
         echo(f"the backup has no checkpoints of study {study}, because they are stored at {url}")
     for study in done.unsent_studies:

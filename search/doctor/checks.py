@@ -22,7 +22,7 @@ from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.cores_and_gpus import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.search.study.trust import check_source, find_distrust
-from hpsearch.storage.attributes import STOPPED, VERSION, WANTED_WORKERS
+from hpsearch.storage.attributes import VERSION, WANTED_WORKERS
 from hpsearch.storage.checkpoints.store import CheckpointStore
 from hpsearch.storage.errors import StorageError, format_error
 from hpsearch.storage.home import HOME_VARIABLE
@@ -274,7 +274,7 @@ def _check_study(study: StoredStudy) -> Finding:
     name = study.spec.name
     at = read_progress(study.engine, study.study_id, study.spec.direction)
     text = f"study {name}: {at.summary} ended{at.early_stop_note}, {len(at.running)} running"
-    if why := study.attrs.get(STOPPED):
+    if why := study.stopped:
         return Finding("warning", f"{text}; it was stopped {why}", f"run '{format_command('start', name)}' to continue")
     if study.is_timed_out:
         return Finding("ok", f"{text}; its timeout has expired")

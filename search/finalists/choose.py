@@ -38,7 +38,6 @@ from hpsearch.storage.attributes import (
     RUN_URL,
     SOURCE_SHA256,
     SPEC,
-    STOPPED,
     TRACKING_URI,
     TRAINING_SEED,
 )
@@ -285,7 +284,7 @@ def _check_search_ended(study: StoredStudy) -> None:
     finished, name = summarise(study).finished, study.spec.name
     if study.is_spent(finished):
         return
-    ended = study.attrs.get(STOPPED) is not None or study.is_timed_out
+    ended = study.stopped is not None or study.is_timed_out
     if ended and (running := count_running(study)):
         wait = format_command("stop", name, "--wait")
         raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}; to wait for its end, run {wait}")

@@ -64,7 +64,7 @@ def load_single_input_predictor(folder: str) -> Callable[[list[Any]], Any]:
     import numpy as np
     import torch
 
-    # The check of requirements, of which it would warn, imports each name in the file.
+    # With warnings, MLflow checks the requirements, and this check imports each name in the file.
     model = mlflow.pyfunc.load_model(folder, suppress_warnings=True)
 
     def predict(arrays: list[Any]) -> Any:

@@ -34,7 +34,7 @@ from hpsearch.search.study.summary import (
     get_study_page,
     summarise,
 )
-from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, STOPPED, TRACKING
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, TRACKING
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
@@ -284,8 +284,8 @@ def print_study(
         console.print()
     summary = summarise(study)
     lines = [*format_summary(study, summary, dashboard_url=dashboard_url), *format_promotions(study)]
-    if why := study.attrs.get(STOPPED):
-        lines.append(f"study stopped {escape_line(str(why))}")
+    if study.stopped:
+        lines.append(f"study stopped {study.stopped}")
     elif not study.is_spent(summary.finished) and not summary.running:
         lines.append(f"not finished; continue with: {study.resume_command}")
     print_lines(console, lines)

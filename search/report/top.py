@@ -21,7 +21,7 @@ from hpsearch.search.report.trial_table import shorten_reason
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
-from hpsearch.storage.attributes import STOPPED, WANTED_WORKERS
+from hpsearch.storage.attributes import WANTED_WORKERS
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.trials.history import Progress, read_progress
@@ -88,7 +88,7 @@ def read_status(study: StoredStudy) -> StudyStatus:
         metric=spec.metric,
         direction=spec.direction,
         epochs=spec.epochs,
-        stopped=study.attrs.get(STOPPED),
+        stopped=study.stopped,
         progress=progress,
         workers=read_workers(study.engine, study.study_id),
         events=read_attempt_ends(study.engine, study.study_id),
@@ -242,7 +242,7 @@ def render_status(
     """
     room = max(height - _RESERVED_LINES - (0 if best is None else best.row_count + 2), 6)
     shown = min(len(status.workers), max(room * 2 // 3, 3))
-    details = [(f"  stopped: {escape_line(status.stopped)}", "red")] if status.stopped else []
+    details = [(f"  stopped: {status.stopped}", "red")] if status.stopped else []
     details.append((f"  {status.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
     front = f", {len(status.front)} on the Pareto front" if status.front else ""
     first = f"{format_best(status.progress, status.metric, front)}; {format_rate(epochs_per_second, status.eta)}"

@@ -30,7 +30,6 @@ from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.study_run import log_report
 from hpsearch.search.tracking.tracker import Tracker, open_parent_run
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import ServiceUnavailableError, StorageError
@@ -118,7 +117,7 @@ def check_not_stopped(study: StoredStudy) -> None:
     Raises:
         SearchError: the study was stopped.
     """
-    if stopped := study.attrs.get(STOPPED):
+    if stopped := study.stopped:
         name = study.spec.name
         raise SearchError(f"study {name!r} was stopped {stopped}; resume it with {format_command('start', name)}")
 

@@ -40,9 +40,8 @@ from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.study_run import close_study
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import DEVICES, STOPPED
+from hpsearch.storage.attributes import DEVICES
 from hpsearch.storage.database.retry import limit_retries
-from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.trials.history import read_attempts
 from hpsearch.storage.trials.lost_attempts import count_running_trials
@@ -56,7 +55,7 @@ class RunResult:
         summary: summary of the study at the end of the run.
         report_path: path of the report; None if it was not written.
         is_interrupted: whether a signal ended the run; its trials were saved.
-        stopped: user and time of a stop request; empty if the study was not stopped.
+        stopped: user and time of a stop request; None if the study was not stopped.
         is_finished: whether the budget is spent or the timeout has expired.
         gave_up: one line per worker that gave up, with the reason.
     """
@@ -64,7 +63,7 @@ class RunResult:
     summary: Summary
     report_path: Path | None = None
     is_interrupted: bool = False
-    stopped: str = ""
+    stopped: str | None = None
     is_finished: bool = False
     gave_up: tuple[str, ...] = ()
 
@@ -206,7 +205,7 @@ def _finish_search(
         console.print(f"report:             {report}")
     for line in gave_up:
         console.print(line)
-    stopped, is_finished = escape_line(str(study.attrs.get(STOPPED) or "")), study.is_spent(summary.finished)
+    stopped, is_finished = study.stopped, study.is_spent(summary.finished)
     if interrupted:
         console.print(f"interrupted; continue with: {study.resume_command}")
     elif stopped:

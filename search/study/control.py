@@ -22,7 +22,7 @@ from hpsearch.search.study.enqueue import enqueue_in
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON, STOPPED
 from hpsearch.storage.trials.budget import change_budgets, change_spec, read_spending_in_transaction
-from hpsearch.storage.trials.early_stop import EarlyStop, cancel_early_stop
+from hpsearch.storage.trials.early_stop import cancel_early_stop
 from hpsearch.storage.trials.lost_attempts import count_running_trials
 from hpsearch.storage.trials.reopening import reopen_trial, requeue_pruned_at_rungs, requeue_trials_stopped_by_budget
 
@@ -33,8 +33,8 @@ def stop_study(study: StoredStudy) -> str | None:
     Returns:
         User and time of an earlier stop; None if the study was not stopped before.
     """
-    if earlier := study.attrs.get(STOPPED):
-        return str(earlier)
+    if earlier := study.stopped:
+        return earlier
     study.set_attr(STOPPED, f"by {get_user_and_host()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
@@ -47,13 +47,12 @@ def start_study(study: StoredStudy) -> str | None:
     Returns:
         User and time of the stop, the reason of the early termination, or both; None if the study was not stopped.
     """
-    attrs = study.attrs
-    stopped, early_stop = attrs.get(STOPPED), EarlyStop.from_attrs(attrs)
+    stopped, early_stop = study.stopped, study.early_stop
     if stopped:
         study.set_attr(STOPPED, None)
     if early_stop is not None:
         change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_restore_budget, study))
-    reasons = [str(stopped)] if stopped else []
+    reasons = [stopped] if stopped else []
     reasons += [f"as {early_stop.reason}"] if early_stop is not None else []
     return " and ".join(reasons) or None
 
@@ -151,9 +150,10 @@ def extend_study(
             )
         after = before + number if more.startswith("+") else number
         if setting == "n_trials" and after <= started:
+            more_trials = "" if before == MAX_TRIALS else f"+{max(started - before, 0) + 1} or more, or "
             raise SearchError(
                 f"--trials {more}: study {study.spec.name!r} has already started {started} trials; "
-                f"give +{max(started - before, 0) + 1} or more, or a number above {started}"
+                f"give {more_trials}a number above {started}"
             )
         changed.append(BudgetChange(before, after, started, unit))
         changed_spec = {**spec, setting: after}

@@ -34,11 +34,13 @@ from hpsearch.storage.attributes import (
     SOURCE_SHA256,
     SPEC,
     STARTED_AT,
+    STOPPED,
     VAL_SAMPLES,
     VERSION,
     make_default_folder_name,
 )
 from hpsearch.storage.checkpoints.pointers import has_pointers
+from hpsearch.storage.display import escape_line
 from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import Spending, format_progress, read_spending
@@ -80,6 +82,11 @@ class StoredStudy:
     def budget(self) -> int:
         """The current budget in trials, read from the database at each access, because `extend` may change it."""
         return int(self.attrs[SPEC]["n_trials"])
+
+    @property
+    def stopped(self) -> str | None:
+        """User, host and time of the stop of the study, as one line; None if the study is not stopped."""
+        return escape_line(str(stopped)) if (stopped := self.attrs.get(STOPPED)) else None
 
     @property
     def early_stop(self) -> EarlyStop | None:

@@ -23,7 +23,6 @@ from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.loop import Worker
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.search.worker.startup import Startup
-from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.errors import CheckpointStoreError, format_error
 
 log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ def _find_excess_of_threads(workers: int) -> str | None:
 def _deliver_records(context: WorkerContext, *, is_done: bool) -> None:
     """Send the remaining records to MLflow; if the study is done and no fleet will close it, close the study."""
     study, tracker, checkpoints, shutdown = context.study, context.tracker, context.checkpoints, context.shutdown
-    is_done = is_done and STOPPED not in study.attrs
+    is_done = is_done and study.stopped is None
     # A stopped worker is killed after its grace period. The next worker, or `run`, sends the remaining records.
     timeout = _DELIVERY_SECONDS
     if not is_done or shutdown.is_shutting_down:

@@ -51,7 +51,7 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
             current = Path(target.anchor) if target.is_absolute() else current
             continue
-        is_closed = is_closed and not _is_mount_point(part)  # others may reach it at another path
+        is_closed = is_closed and not _is_mount_point(part)  # it may be mounted at another path, too
         if not is_closed and _can_others_change(part, status, is_sticky_safe=bool(names)):
             return part
         current = part
@@ -60,11 +60,11 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
 
 def _is_mount_point(path: Path) -> bool:
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]
     except OSError:  # no Linux
         return path.is_mount()
-    points = (line.split(" ")[4] for line in lines)  # also those of bind mounts
-    return str(path) in (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point) for point in points)
+    escaped = re.sub(rb"[ \t\n\\]", lambda match: b"\\%03o" % match[0][0], os.fsencode(path))
+    return escaped in (line.split(b" ")[4] for line in lines)  # also those of bind mounts
 
 
 def _can_others_change(path: Path, status: os.stat_result, *, is_sticky_safe: bool) -> bool:

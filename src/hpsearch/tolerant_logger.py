@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TolerantLogger(logging.Logger):
-    """Logger that suppresses errors of filters, handlers and the factory of records, which an objective may set."""
+    """Logger that suppresses errors of filters, handlers and the record factory, all of which an objective can set."""
 
     def handle(self, record: logging.LogRecord) -> None:
         """Pass the record to the handlers."""

@@ -15,7 +15,6 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO, Self, get_type_hints
 
@@ -269,7 +268,6 @@ class ArchiveReader:
                     raise ValueError(f"{MANIFEST} has an invalid value of {_KEYS.get(name, name)!r}")
             for version in (manifest.postgres_version, manifest.pg_dump_version):
                 int(version.partition(".")[0])
-            datetime.fromisoformat(manifest.made_at)  # it is printed
             return manifest
 
     def _check_path(self, member: tarfile.TarInfo) -> None:

@@ -25,7 +25,7 @@ _STORE_HOSTS = {
     "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
 }
 _STORE_HOSTS["abfss"] = _STORE_HOSTS["abfs"]
-_REFERENCES = {"runs", "models"}  # to other locations, which are checked too
+_REFERENCES = {"runs", "models"}  # MLflow resolves them to other locations, which are then checked
 _PROXIED = ("mlflow-artifacts", "http", "https")
 _SCHEMES = (*_REMOTE, *_PROXIED)
 _ID = re.compile(r"(m-)?[0-9a-f]{32}")
@@ -153,7 +153,9 @@ def _check_before(create: Any) -> Any:
             if (parts := _parse(artifact_uri)).scheme not in _REFERENCES:
                 check_location(artifact_uri, uri)
             elif parts.netloc:  # MLflow would use the user's login for Databricks
-                raise LocationRejectedError(f"artifact location {artifact_uri} of {uri} is on another server")
+                raise LocationRejectedError(
+                    f"artifact location {artifact_uri} of {uri} refers to another server; move the model to {uri}"
+                )
         if _parse(artifact_uri).scheme in HDFS_SCHEMES:
             load_hdfs_library()
         return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)

@@ -161,14 +161,20 @@ def test_a_working_folder_of_others_is_searched_only_for_a_module_that_is_not_in
     write, open_folder, monkeypatch
 ):
     write("installed_objective.py", GOOD.format(name="Mine"))
+    write("installed_space/mine.py", GOOD.format(name="Mine"))
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.chdir(open_folder)
     open_folder.chmod(0o1777)
-    load_objective("installed_objective:Mine")
-    assert str(open_folder) not in sys.path
-    (open_folder / "objective_in_place.py").write_text(GOOD.format(name="Mine"))
-    load_objective("objective_in_place:Mine")
-    assert str(open_folder) in sys.path
+    for module in ("installed_objective", "installed_space.mine"):
+        load_objective(f"{module}:Mine")
+        assert str(open_folder) not in sys.path
+    (open_folder / "installed_space").mkdir()
+    for name in ("objective_in_place.py", "installed_space/in_place.py"):
+        (open_folder / name).write_text(GOOD.format(name="Mine"))
+    for module in ("objective_in_place", "installed_space.in_place"):
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(open_folder)])
+        load_objective(f"{module}:Mine")
+        assert str(open_folder) in sys.path
 
 
 def test_a_working_folder_of_a_group_is_searched_for_a_file_in_it(write, open_folder, monkeypatch):

@@ -158,18 +158,19 @@ _CHECK = "import sys; from pathlib import Path; from hpsearch.changeable_paths i
 _CHECK += "print(find_changeable_part(Path(sys.argv[1]), as_folder=True))"
 
 
-def test_a_folder_that_is_mounted_below_a_private_one_is_reachable(tmp_path: Path) -> None:
-    shared, mounted = tmp_path / "shared", tmp_path / "own" / "a folder"
+@pytest.mark.parametrize("name", ["a folder", "a\\040\x0b\r\n\t\x85b"])
+def test_a_folder_that_is_mounted_below_a_private_one_is_reachable(tmp_path: Path, name: str) -> None:
+    shared, mounted = tmp_path / "shared", tmp_path / "own" / name
     shared.mkdir()
     shared.chmod(0o777)
     mounted.mkdir(parents=True)
     mounted.parent.chmod(0o700)
     check = f'mount --bind "$1" "$2" && exec {shlex.quote(sys.executable)} -c "$0" "$2"'
     command = ["unshare", "--mount", "sh", "-c", check, _CHECK, str(shared), str(mounted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"this user cannot mount folders: {done.stderr}")
-    assert done.stdout == f"{mounted}\n"
+        pytest.skip(f"this user cannot mount folders: {done.stderr.decode()}")
+    assert done.stdout == os.fsencode(f"{mounted}\n")
     mounted.chmod(0o777)
     assert find_changeable_part(mounted, as_folder=True) is None
 

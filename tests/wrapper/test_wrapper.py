@@ -296,7 +296,7 @@ def test_added_packages_are_recorded_and_installed_again(shop: Clone, tmp_path: 
     assert shop.run("add").stdout.split() == ["rich-one[all]"]
 
 
-SECRET_URLS = ("https://user:hunter2@host/a.whl", "git+http://hunter2@host/a.git", "git+ssh://git:hunter2@host/a.git")
+SECRET_URLS = ("HTTPS://user:hunter2@host/a.whl", "git+http://hunter2@host/a.git", "git+ssh://git:hunter2@host/a.git")
 
 
 @pytest.mark.soak  # another whole installation

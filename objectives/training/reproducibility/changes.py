@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import io
+import logging
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from hpsearch.redaction import HIDDEN, redact
 
 RECORD_CHANGES = "HPSEARCH_RECORD_CHANGES"  # 0 to record no changes
 _MAX_LENGTH = 200_000  # characters
-_MAX_COMPARED_LINES = 4000  # of both files; difflib's time grows with the square
 _DECODE_ERRORS = "backslashreplace"  # keeps the differences of files with another encoding
 
+log = logging.getLogger("hpsearch.objectives.training")
 
-@lru_cache
+
 def read_changes(source: Path | None) -> str:
     """Return the differences of an objective's source file, and of the files that it imports, to the last commit.
 
@@ -39,7 +39,16 @@ def read_changes(source: Path | None) -> str:
     """
     if source is None or os.environ.get(RECORD_CHANGES) == "0":
         return ""
-    changed = compare_with_commit(source, len(sys.modules)) or {}
+    try:
+        return _format_changes(source, len(sys.modules))
+    except OSError as error:  # no temporary folder, for example because the disk is full
+        log.warning("uncommitted changes of %s not recorded (%s)", source, error.strerror)
+        return ""
+
+
+@lru_cache
+def _format_changes(source: Path, module_count: int) -> str:
+    changed = compare_with_commit(source, module_count) or {}
     diff = "".join(_format_difference(name, before, after) for name, (before, after) in sorted(changed.items()))
     if not diff:
         return ""
@@ -49,29 +58,30 @@ def read_changes(source: Path | None) -> str:
 
 
 @lru_cache
-def compare_with_commit(source: Path, _n_modules: int) -> dict[str, tuple[str, str]] | None:
-    """Compare an objective's source file, and the files that it imports, with the last commit.
+def compare_with_commit(source: Path, _module_count: int) -> dict[str, tuple[str, str]] | None:
+    """Compare an objective's source file, and the files that it imports, with the commit of `read_commit`.
 
     git reads only objects and attributes here: if it compared files, it would run filters that the repository defines.
 
     Args:
         source: the source file.
-        _n_modules: number of loaded modules, so that the result is cached until another module is loaded.
+        _module_count: number of loaded modules, with which the result is cached: another import invalidates it.
 
     Returns:
-        The committed and the present text of each file that differs, by its name in the repository. Imported files that
-        the commit does not contain are omitted. None if it does not contain the source file, or cannot be compared.
+        The committed text and the text at the first call of each file that differs, by its name in the repository.
+        Imported files that the commit does not contain are omitted. None if it does not contain the source file, or
+        cannot be compared.
     """
     path = source.resolve()
     top = run_git(path.parent, "rev-parse", "--show-toplevel")
     if top is None or "site-packages" in path.parts or not path.is_relative_to(root := Path(top.removesuffix("\n"))):
         return None
     loaded = {file for module in list(sys.modules.values()) if (file := _find_file(module, root)) is not None}
-    digests = _list_committed(root, {path, *loaded})
+    digests = _list_committed(root, read_commit(path.parent), {path, *loaded})
     if path not in digests:
         return None
     try:
-        contents = {file: file.read_bytes() for file in digests if file.exists()}
+        contents = {file: content for file in digests if (content := _read_source(file)) is not None}
     except OSError:
         return None
     # In a repository with SHA-256, all files seem to differ here, and their texts are compared.
@@ -92,21 +102,39 @@ def compare_with_commit(source: Path, _n_modules: int) -> dict[str, tuple[str, s
     return changed
 
 
-def _list_committed(root: Path, files: set[Path]) -> dict[Path, str]:
-    """Return the names of the contents that the last commit has for some files; other files are omitted."""
+@lru_cache
+def read_commit(folder: Path) -> str:
+    """Return the last commit of a folder's repository at the first call; empty if there is none.
+
+    Later commits do not describe the loaded code.
+    """
+    return (run_git(folder, "rev-parse", "HEAD") or "").strip()
+
+
+def _list_committed(root: Path, commit: str, files: set[Path]) -> dict[Path, str]:
+    """Return the blob id of each of some files in a commit. Files that the commit does not contain are omitted."""
     names = sorted(file.relative_to(root).as_posix() for file in files)
-    listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD", "--", *names) or ""
-    entries = (line.partition("\t") for line in listing.split("\0")[:-1])
+    listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", commit, "--", *names) if commit else None
+    entries = (line.partition("\t") for line in (listing or "").split("\0")[:-1])
     return {root / name: entry.split(" ")[2] for entry, _, name in entries}
 
 
+@cache
+def _read_source(file: Path) -> bytes | None:
+    """Return the content of a file at the first call, which is that of the loaded module; None if it is deleted."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 def _hash_blob(content: bytes) -> str:
-    """Return the name that git gives to the content of a file."""
+    """Return the blob id that git gives to the content of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _has_conversions(root: Path, files: set[Path]) -> bool:
-    """Return whether git stores one of the files in another form, for example encrypted."""
+    """Return whether git's attributes convert one of the files (filter, ident or encoding); True if git fails."""
     names = sorted(file.relative_to(root).as_posix() for file in files)
     found = run_git(root, "check-attr", "-z", "filter", "ident", "working-tree-encoding", "--", *names)
     return found is None or not {"unspecified", "unset"}.issuperset(found.split("\0")[2::3])
@@ -118,16 +146,21 @@ def _decode(content: bytes) -> str:
 
 
 def _format_difference(name: str, before: str, after: str) -> str:
-    """Return a difference in the format of git, which `git apply` reads."""
-    shown = name if name.isprintable() else ascii(name)
-    old, new = (io.StringIO(text).readlines() for text in (before, after))
-    if len(old) + len(new) <= _MAX_COMPARED_LINES:
-        lines = [*difflib.unified_diff(old, new, f"a/{shown}", f"b/{shown}")]
-    else:
-        lines = [f"--- a/{shown}\n", f"+++ b/{shown}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n"]
-        lines += [f"-{line}" for line in old] + [f"+{line}" for line in new]
-    head = f"diff --git a/{shown} b/{shown}\n"
-    return head + "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    """Return the difference of two texts as git shows it; empty if git fails.
+
+    git compares copies of the texts, because `difflib` takes minutes for some long files.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpsearch-") as folder:
+        for side, text in (("a", before), ("b", after)):
+            file = Path(folder, side, name)
+            file.parent.mkdir(parents=True)
+            file.write_text(text, encoding="utf-8", newline="")
+        # Without the settings of a repository, the user and the system, which change the format or name programs.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+        environment |= {"HOME": folder, "XDG_CONFIG_HOME": folder, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
+        environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
+        command = ("git", "diff", "--no-index", "--no-prefix", "--text", f"a/{name}", f"b/{name}")
+        return _run(command, environment, folder=folder, codes=(1,)) or ""  # code 1: the texts differ
 
 
 def run_git(folder: Path, *arguments: str) -> str | None:
@@ -140,12 +173,19 @@ def run_git(folder: Path, *arguments: str) -> str | None:
     if not _has_git_entry(folder):
         return None
     # The settings of an untrusted repository can name programs: transports for missing objects, which are disabled
-    # here, and filters and others, which run if git reads files. A random name of a protocol is allowed instead of
-    # none: a repository cannot define an alias that acts as its remote helper.
+    # here, and filters and others, which run if git reads files. Only a protocol with a random name is allowed:
+    # with a known name, the repository could define an alias that acts as its remote helper.
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": secrets.token_hex(16), "GIT_NO_LAZY_FETCH": "1"}
     environment |= {"GIT_LITERAL_PATHSPECS": "1"}
     settings = ("-c", "safe.bareRepository=explicit", "-c", "core.fsmonitor=false")
     command = ("git", "--no-optional-locks", *settings, "-C", str(folder), *arguments)
+    return _run(command, environment, codes=(0,))
+
+
+def _run(
+    command: Sequence[str], environment: dict[str, str], *, codes: Sequence[int], folder: str | None = None
+) -> str | None:
+    """Return the output of a command; None if it is missing, takes too long, or exits with another code."""
     try:
         done = subprocess.run(
             command,
@@ -155,10 +195,11 @@ def run_git(folder: Path, *arguments: str) -> str | None:
             timeout=10,
             check=False,
             env=environment,
+            cwd=folder,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout if done.returncode in codes else None
 
 
 def _has_git_entry(folder: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
 import shutil
 import struct
 import tempfile
@@ -123,13 +122,13 @@ def _find_unreadable(tree: Any, name: str) -> tuple[str, Any] | None:
 def _find_types(tree: Any) -> set[type]:
     """Return the types of all parts of a tree, which include keys."""
     found, waiting = set[type](), [tree]
+    seen = set[int]()  # ids of containers, which a tree can contain several times
     while waiting:
         part = waiting.pop()
         found.add(type(part))
-        if isinstance(part, Mapping):
-            waiting += (*part.keys(), *part.values())
-        elif isinstance(part, (tuple, list)):
-            waiting += part
+        if isinstance(part, (Mapping, tuple, list)) and id(part) not in seen:
+            seen.add(id(part))
+            waiting += (*part.keys(), *part.values()) if isinstance(part, Mapping) else part
     return found
 
 
@@ -284,7 +283,7 @@ class RunFiles:
             OSError: a file cannot be written, for example because the disk is full.
             ObjectiveError: the state could not be read again.
         """
-        self._check(state)
+        self._check_new_types(state)
         if best:
             self.write_best(state)
         require_complete_shards(state)
@@ -292,7 +291,7 @@ class RunFiles:
         if self._snapshot_every and done % self._snapshot_every == 0:
             write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
         if last:
-            self.save_last(state)
+            self._write_last(state)
         else:
             self.remove_unreferenced_shards()
 
@@ -303,8 +302,11 @@ class RunFiles:
             OSError: a file cannot be written, for example because the disk is full.
             ObjectiveError: the state could not be read again.
         """
-        self._check(state)
+        self._check_new_types(state)
         require_complete_shards(state)
+        self._write_last(state)
+
+    def _write_last(self, state: dict[str, Any]) -> None:
         for newer, older in reversed(list(pairwise(self._kept))):
             if newer.exists():
                 newer.replace(older)
@@ -312,7 +314,8 @@ class RunFiles:
         self.remove_unreferenced_shards()
         self._saved_at = time.monotonic()
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check_new_types(self, state: dict[str, Any]) -> None:
+        """Check a state that contains types which no earlier state had."""
         if not self._checked_types.issuperset(types := _find_types(state)):
             check_readable(state)
             self._checked_types |= types
@@ -378,5 +381,5 @@ def _read_shard_folder(path: Path) -> str | None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return str(state["shards"]["folder"]) if "shards" in state else None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):  # invalid, cannot be restored
+    except Exception:  # also of the classes that the user has allowed: the file cannot be restored
         return None

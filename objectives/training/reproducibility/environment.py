@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpsearch.objectives.training.reproducibility.changes import compare_with_commit, run_git
+from hpsearch.objectives.training.reproducibility.changes import compare_with_commit, read_commit
 from hpsearch.redaction import redact
 
 # A resume is bit-exact only if none of these differs.
@@ -57,13 +57,7 @@ def _describe_commit(source: Path | None) -> dict[str, Any]:
 
     The difference is None if it is unknown.
     """
-    if not (sha := _read_commit(source.resolve().parent if source else Path.cwd())):
+    if not (sha := read_commit(source.resolve().parent if source else Path.cwd())):
         return {}
     changed = compare_with_commit(source, len(sys.modules)) if source else None
     return {"git_sha": sha, "git_dirty": None if changed is None else bool(changed)}
-
-
-@lru_cache
-def _read_commit(folder: Path) -> str:
-    """Return the last commit at the first call: later ones do not contain the loaded code."""
-    return (run_git(folder, "rev-parse", "HEAD") or "").strip()

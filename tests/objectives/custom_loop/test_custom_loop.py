@@ -263,7 +263,7 @@ def _reporting(*reports, outside=False):
         (_reporting((0.5, None)), "trial.report needs a dict such as {'accuracy': 0.9}, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
-            r"'state\.a\.0' is a object, which a checkpoint",
+            r"'state\.a\.0' is of type object, which a checkpoint",
         ),
         (
             _reporting(({"distance": 1.0}, {"losses": defaultdict(float, a=1.0)})),
@@ -271,13 +271,17 @@ def _reporting(*reports, outside=False):
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
-            r"trial.report: 'state\.net' is a Linear, which a checkpoint cannot store; pass its state_dict\(\)",
+            r"trial.report: 'state\.net' is of type Linear, which a checkpoint cannot store; pass its state_dict\(\)",
         ),
         (
             type("Wrong", (Gan,), {"run": _report_image_in_epoch_2, "epochs": 2}),
-            r"trial.report: 'state\.worst' is a Image, which a checkpoint cannot store",
+            r"trial.report: 'state\.worst' is of type Image, which a checkpoint cannot store",
         ),
-        (_reporting(({"distance": 1.0}, {"n": 1 << 4096})), r"trial.report: 'state\.n' is a int, which a checkpoint"),
+        (_reporting(({"distance": 1.0}, {"n": torch.ones(2).to_mkldnn()})), r"'state\.n' is of type Tensor, which"),
+        (
+            _reporting(({"distance": 1.0}, {"n": 1 << 4096})),
+            r"trial.report: 'state\.n' is of type int, which a checkpoint cannot store; it has 4097 bits",
+        ),
         (
             _reporting(({"distance": 1.0}, {"a": {np.int64(3): 1}})),
             "a key in 'state' is of type int64, which a checkpoint",

@@ -37,9 +37,10 @@ def test_numbers_become_plain_python_numbers():
         "width": np.int64(8),
         "bias": np.bool_(1),
         "drop": np.float32(0.5),
+        "long": np.longdouble(0.5),
     }
     model = TrainConfig(model={**values, "rates": [np.float64(0.2)]}).model
-    types = {"rate": float, "kind": str, "width": int, "bias": bool, "drop": float, "rates": list}
+    types = {"rate": float, "kind": str, "width": int, "bias": bool, "drop": float, "long": float, "rates": list}
     assert {name: type(value) for name, value in model.items()} == types
     assert type(model["rates"][0]) is float
 

@@ -60,7 +60,15 @@ def study(database_url: str) -> StoredStudy:
 
 @pytest.mark.parametrize(
     "command",
-    [("show", "s"), ("show", "s", "--trial", "1"), ("top", "s", "--once"), ("top", "s", "--json"), ("studies",)],
+    [
+        ("show", "s"),
+        ("show", "s", "--trial", "1"),
+        ("top", "s", "--once"),
+        ("top", "s", "--json"),
+        ("studies",),
+        ("stop", "s"),
+        ("start", "s"),
+    ],
 )
 def test_commands_print_visible_escapes(
     study: StoredStudy, database_url: str, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from hpsearch import load_objective
+from hpsearch.objectives.training.reproducibility import changes
 from hpsearch.objectives.training.reproducibility.changes import (
     RECORD_CHANGES,
     compare_with_commit,
     hide_secrets,
     read_changes,
+    read_commit,
     run_git,
 )
 from hpsearch.objectives.training.reproducibility.environment import describe_environment
@@ -27,11 +29,14 @@ Commit = Callable[[dict[str, str]], None]
 
 @pytest.fixture(autouse=True)
 def _no_cached_changes() -> Iterator[None]:
-    read_changes.cache_clear()
-    compare_with_commit.cache_clear()
+    _clear_caches()
     yield
-    read_changes.cache_clear()
-    compare_with_commit.cache_clear()
+    _clear_caches()
+
+
+def _clear_caches() -> None:
+    for function in (changes._format_changes, changes._read_source, compare_with_commit, read_commit):
+        function.cache_clear()
 
 
 @pytest.fixture
@@ -131,8 +136,7 @@ def test_changes_are_not_recorded_if_the_variable_is_zero(
     monkeypatch.setenv(RECORD_CHANGES, "0")
     assert read_changes(tmp_path / "mine.py") == ""
     monkeypatch.delenv(RECORD_CHANGES)
-    read_changes.cache_clear()
-    compare_with_commit.cache_clear()
+    _clear_caches()
     assert "+a = 2" in read_changes(tmp_path / "mine.py")
 
 
@@ -229,10 +233,10 @@ def test_missing_objects_of_a_repository_are_not_fetched(
 
 def test_files_with_other_line_ends_and_long_files(commit: Commit, tmp_path: Path) -> None:
     """git checks files out with the line ends of the system, without a difference."""
-    commit({"a.py": "a = 1\n", "end.py": "a = 1", "long.py": "a = 1\n" * 3000})
+    commit({"a.py": "a = 1\n", "end.py": "a = 1", "long.py": "a = 1\n" * 3000, "tab\t.py": "a = 1\n"})
     (tmp_path / "a.py").write_bytes(b"a = 1\r\n")
     assert compare_with_commit(tmp_path / "a.py", 0) == {}
-    changed = {"end.py": "a = 1\x0cb\na = 2", "long.py": "b = 1\na = 1\n" * 1500}
+    changed = {"end.py": "a = 1\x0cb\na = 2", "long.py": "b = 1\na = 1\n" * 1500, "tab\t.py": "a = 2\n"}
     for name, text in changed.items():
         (tmp_path / name).write_text(text)
     diffs = [read_changes(tmp_path / name) for name in changed]
@@ -264,3 +268,45 @@ def test_a_module_that_the_objective_imports_later_is_recorded(
     import_module("late").run()
     assert describe_environment(torch.device("cpu"), tmp_path / "late.py")["git_dirty"] is True
     assert "+a = 2" in read_changes(tmp_path / "late.py")
+
+
+def test_one_changed_line_of_a_long_file_is_recorded_with_its_surroundings(commit: Commit, tmp_path: Path) -> None:
+    lines = [f"x{number} = {number}\n" for number in range(20_000)]
+    commit({"long.py": "".join(lines)})
+    (tmp_path / "long.py").write_text("".join(["import a\n", *lines[:19_000], "y = 1\n", *lines[19_000:]]))
+    assert len(diff := read_changes(tmp_path / "long.py")) < 1000
+    assert {"+import a", "+y = 1"} < set(diff.splitlines())
+
+
+def test_a_commit_during_the_process_does_not_change_what_the_loaded_code_is(commit: Commit, tmp_path: Path) -> None:
+    """The process still runs the code that it loaded, which the first commit does not contain."""
+    commit({"mine.py": "a = 1\n"})
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    device = torch.device("cpu")
+    before = describe_environment(device, tmp_path / "mine.py")
+    commit({"mine.py": "a = 3\n"})
+    compare_with_commit.cache_clear()  # as after another import
+    after = describe_environment(device, tmp_path / "mine.py")
+    assert [after[key] for key in ("git_sha", "git_dirty")] == [before["git_sha"], True]
+    assert "+a = 2" in read_changes(tmp_path / "mine.py")
+
+
+def test_settings_of_git_change_no_difference(commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit({"mine.py": "a = 1\n"})
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    (home := tmp_path / "home").mkdir()
+    settings = f"[color]\nui = always\n[diff]\nmnemonicPrefix = true\nexternal = touch {tmp_path / 'ran'}\n"
+    (home / ".gitconfig").write_text(settings)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", f"touch {tmp_path / 'ran'}")
+    assert read_changes(tmp_path / "mine.py").startswith("diff --git a/mine.py b/mine.py\n")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_a_temporary_folder_the_changes_are_not_recorded(
+    commit: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit({"mine.py": "a = 1\n"})
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert read_changes(tmp_path / "mine.py") == ""
