@@ -182,7 +182,7 @@ _PROXY = "mlflow-artifacts:/"
 # The path below the folder of all artifacts: EXPERIMENT, or EXPERIMENT/RUN/artifacts/..., also of models and traces.
 _PROXIED_PATH = re.compile(rf"(?:^|/)(?P<path>\d+(?:/(?:models/|traces/)?{_ID}/artifacts(?:/(?!\.\.?/)[^/]+)*)?)/?$")
 _PLAIN = re.compile(r"[a-z0-9-]+:/(?!.*/\.\.?(/|$))[\w.:@$/-]+", re.ASCII)  # without `..`, `%` and backslashes
-_REFERENCE = re.compile(r"(models|runs):/(?!.*\.\.).+")
+_REFERENCE = re.compile(r"(models|runs):/(?!/)(?!.*\.\.).+")
 
 
 def replace_artifact_locations(mlflow: Any) -> int:

@@ -16,6 +16,7 @@ import socket
 import sys
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 
@@ -197,22 +198,24 @@ def restrict_locations(destination: str) -> None:
         load_hdfs_library()
 
     def is_own(uri: str) -> bool:
+        try:
+            parts = urlsplit(uri)  # as MLflow parses it
+        except ValueError:
+            return False
+        if parts.scheme in _REFERENCES:  # with a host, MLflow would use the server's login for Databricks
+            has_host = parts.netloc or parts.path.startswith("//")
+            return not has_host and "%" not in uri and ".." not in uri.split("/")
         below = uri.removeprefix(root)
         # MLflow decodes the paths of local folders.
         return uri == destination or (below != uri and ".." not in below and "%" not in below)
 
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
-        scheme, _, path = uri.partition(":")
-        # Two slashes: a host, for clients.
-        is_elsewhere = scheme in _REFERENCES and (path.startswith("//") or "%" in path or ".." in path.split("/"))
-        if is_elsewhere or (scheme not in _REFERENCES and not is_own(uri)):
+        if not is_own(uri):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 
     handlers._validate_artifact_uri_scheme = check_own
     for scheme, repository in list(registry.get_registered_artifact_repositories().items()):
-        if scheme in _REFERENCES:
-            continue
 
         def create(uri: str, *arguments: Any, repository: Any = repository, **options: Any) -> Any:
             if not is_own(uri):

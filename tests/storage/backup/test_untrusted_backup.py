@@ -370,6 +370,8 @@ RUN, OWN_MODEL = "0123456789abcdef" * 2, "m-" + "0123456789abcdef" * 2
         ("http://unconfigured.invalid/7", "mlflow-artifacts:/7"),
         ("mlflow-artifacts:/%2e%2e/%2e%2e/x", "mlflow-artifacts:/unknown"),
         ("http://[", "mlflow-artifacts:/unknown"),
+        ("models://p@databricks/theirs/1", "mlflow-artifacts:/1"),
+        ("runs:////p@databricks/x", "mlflow-artifacts:/unknown"),
     ],
 )
 def test_locations_of_artifacts_are_replaced(mlflow_cursor: Any, location: str, restored: str) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -155,11 +156,21 @@ def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
     found = load_state(stack.home)
     assert found is not None
     url = make_url(stack.owner_url).set(username="mlflow", password=found.mlflow_password, database="mlflow")
-    with make_engine(
-        url.render_as_string(hide_password=False), application_name="test"
-    ).begin() as connection:  # as an earlier version allowed
-        change = text("UPDATE runs SET artifact_uri = :folder WHERE run_uuid = :run")
-        connection.execute(change, {"folder": f"{tmp_path}/{run.run_id}/artifacts", "run": run.run_id})
-    path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run.run_id}&path=a.txt"
-    assert send_request(stack, "mlflow", "POST", path, "text", Authorization=f"Bearer {token}")[0] == 400
+    engine = make_engine(url.render_as_string(hide_password=False), application_name="test")
+    elsewhere = f"{tmp_path}/{run.run_id}/artifacts"
+    for location in (elsewhere, "models://p@databricks/x/1", "runs:////p@databricks/x", "Models://p@databricks/x/1"):
+        with engine.begin() as connection:  # as an earlier version allowed
+            change = text("UPDATE runs SET artifact_uri = :location WHERE run_uuid = :run")
+            connection.execute(change, {"location": location, "run": run.run_id})
+        with pytest.raises(HTTPError) as rejected:
+            upload_artifact(stack, token, run.run_id)
+        assert rejected.value.code == 400
+        assert b"the artifacts are not at a location of this server" in rejected.value.read(), location
     assert not list(tmp_path.rglob("*"))
+
+
+def upload_artifact(stack: StackInfo, token: str, run_id: str) -> None:
+    path = f"/ajax-api/2.0/mlflow/upload-artifact?run_uuid={run_id}&path=a.txt"
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    with urlopen(Request(stack.tracking_uri + path, data=b'"text"', headers=headers)):
+        pass
