@@ -41,7 +41,7 @@ def normalise_url(url: str, *, setting: str = "--storage-url") -> str:
     Raises:
         StorageError: the URL is not a Postgres URL, cannot be parsed, or contains no database name.
     """
-    example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+    example = "give postgresql://USER@HOST:5432/DATABASE, and the password in PGPASSWORD"
     if not isinstance(url, str):
         raise StorageError(f"{setting} {url!r} is not text; {example}")
     url = url.strip()

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from hpsearch.former_names import CURRENT_NAMES
+from hpsearch.redaction import redact
 from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer, train
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
@@ -39,6 +40,11 @@ COMMANDS = (
     serve,
 )  # their imports register the commands on the app
 
+_VISIBLE_ARGUMENTS = (
+    "other users of this machine can read the password in these arguments while the command runs; set PGPASSWORD, "
+    "PGPASSWORD_FILE or HPSEARCH_STORAGE_URL instead"
+)
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
@@ -55,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     streams = sys.stdout, sys.stderr
     try:
+        if any("://" in argument and redact(argument) != argument for argument in given):
+            echo(f"hpsearch: {_VISIBLE_ARGUMENTS}", err=True)
         code = run_command(given)
         sys.stdout, sys.stderr = streams  # an objective may have replaced them
         sys.stdout.flush()

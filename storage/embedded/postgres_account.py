@@ -7,6 +7,7 @@ import grp
 import hashlib
 import os
 import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 
 # Ids for root's Postgres that no other program uses: neither distributions nor systemd assign them. Processes of the
-# users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user.
-_DEDICATED_IDS = range(65520, 65532)
+# users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user. The second range
+# is for systems on which users have the first one for their containers.
+_DEDICATED_IDS = (*range(65520, 65532), *range(2147352540, 2147352552))
+_SUBORDINATE_IDS = (Path("/etc/subuid"), Path("/etc/subgid"))  # lines `USER:FIRST:COUNT`
 _FORMER_USERS = ("postgres", "nobody")  # root's Postgres ran as one of these users in earlier versions
 # Location of root's Postgres if its user has no access to the home folder.
 _EXTERNAL_FOLDER = Path("/var/lib/hpsearch-postgres")
@@ -91,8 +94,9 @@ def find_account(data: Path | None = None) -> Account:
     The dedicated id has no passwd entry, which only `initdb` needs.
 
     Args:
-        data: data directory, whose owner is returned; None before the directory exists. Directories of root and of the
-            users of earlier versions are handed over to the dedicated id by `Account.take_over`.
+        data: data directory, whose owner is returned; None before the directory exists. Directories of root, of the
+            users of earlier versions, and of an id that another user's containers can have, are handed over to the
+            dedicated id by `Account.take_over`.
 
     Raises:
         StorageError: the current user has no passwd entry, or is root and cannot switch to the dedicated id.
@@ -106,16 +110,18 @@ def find_account(data: Path | None = None) -> Account:
                 "directory; add an entry, or give --storage-url"
             ) from None
         return Account(entry.pw_name, uid, entry.pw_gid, is_other_user=False)
-    if data is not None and data.exists() and not _is_former_user((owner := data.stat()).st_uid):
-        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
-    number = next((each for each in _DEDICATED_IDS if not _has_name(each)), None)
+    if data is not None and data.exists():
+        owner = data.stat()
+        if not (_is_former_user(owner.st_uid) or _is_subordinate(owner.st_uid) or _is_subordinate(owner.st_gid)):
+            return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, is_other_user=True)
+    number = next((each for each in _DEDICATED_IDS if not _has_name(each) and not _is_subordinate(each)), None)
     if number is not None:
         account = Account(f"uid {number}", number, number, is_other_user=True)
         if account.can_enter(Path("/")):  # root of a user namespace may not be able to switch users
             return account
     raise StorageError(
         "Postgres refuses to run as root, and root cannot start it with a user id of its own "
-        f"({_DEDICATED_IDS[0]} to {_DEDICATED_IDS[-1]}); run hpsearch as an ordinary user, or give --storage-url"
+        f"such as {_DEDICATED_IDS[0]}; run hpsearch as an ordinary user, or give --storage-url"
     )
 
 
@@ -151,6 +157,16 @@ def _has_name(number: int) -> bool:
         with contextlib.suppress(KeyError):
             find(number)
             return True
+    return False
+
+
+def _is_subordinate(number: int) -> bool:
+    """Return whether an id is in a range from which a user can take ids, for example for rootless containers."""
+    for path in _SUBORDINATE_IDS:
+        with contextlib.suppress(FileNotFoundError):
+            for first, count in re.findall(r"^[^:\n]*:(\d+):(\d+)\s*$", path.read_text(errors="replace"), re.MULTILINE):
+                if 0 <= number - int(first) < int(count):
+                    return True
     return False
 
 

@@ -12,6 +12,7 @@ from hpsearch.search import secret_files
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.secret_files import SECRET_VARIABLES, read_secret_files
+from tests.faults.harness import Zygote
 
 
 @pytest.mark.parametrize("name", SECRET_VARIABLES)
@@ -115,3 +116,16 @@ def test_a_secret_given_twice_is_rejected_without_printing_it(
     assert run_command(["studies"]) == 2
     said = capsys.readouterr().err
     assert said == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' and PGPASSWORD are both set; unset one of them\n"
+
+
+@pytest.mark.parametrize("option", [["--storage-url", "{}"], ["--storage-url={}"]])
+def test_a_password_in_the_arguments_is_named(zygote: Zygote, option: list[str], tmp_path: Path) -> None:
+    """Other users can list the arguments of all processes."""
+    url, secret = "mysql://a:hunter2@127.0.0.1:9/b", "other users of this machine can read the password"
+    for given, is_named in ((url, True), (url.replace(":hunter2", ""), False)):
+        command = ["studies", *(part.format(given) for part in option), "--home", str(tmp_path)]
+        ended = zygote.command(command)
+        output, _ = ended.communicate()
+        assert ended.returncode == 2, output
+        assert (secret in output) is is_named
+        assert "hunter2" not in output
