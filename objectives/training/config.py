@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
+import reprlib
 import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self, get_args, get_origin
@@ -185,7 +186,9 @@ class TrainConfig:
         except (TypeError, ValueError):
             copied = None
         if copied != value:
-            raise ObjectiveError(f"model must be a dictionary of JSON values with string keys, not {value!r}")
+            raise ObjectiveError(
+                f"model must be a dictionary of JSON values with string keys, not {reprlib.repr(value)}"
+            )
         return copied
 
     @field_validator(*CHOICES_BY_SETTING)

@@ -155,7 +155,7 @@ def promote(
         if value is not None and not refit:
             raise SearchError(f"{flag} {value} needs --refit; add --refit, or remove {flag}")
     check_alias(alias)  # before the training
-    check_model_name(model or name)
+    check_model_name(name if model is None else model)
     study = Study.open(name, **where)
     trial = resolve_trial(study._stored, trial, prefer, infeasible=infeasible)
     if refit:

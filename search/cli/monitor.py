@@ -117,7 +117,7 @@ def top(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status once as JSON, and exit")] = False,
     once: Annotated[bool, typer.Option("--once", help="Print the status once; default without a terminal")] = False,
-    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
+    every: Annotated[float, typer.Option("--every", min=0.2, max=86_400, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:
     """Watch the workers and trials of a study until Ctrl-C.

@@ -80,7 +80,9 @@ def train(
     objective: ObjectiveArgument,
     *,
     settings: SetOption = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs  [default: the objective's]")] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, max=1_000_000, help="Epochs  [default: the objective's]")
+    ] = None,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
@@ -88,7 +90,7 @@ def train(
         typer.Option("--run-dir", help="Folder of the run; an existing run is resumed  [default: runs/NAME-TIME]"),
     ] = None,
     test: Annotated[bool, typer.Option("--test", help="Evaluate the best weights on the test split")] = False,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Number of latest checkpoints to keep")] = 2,
+    keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Number of latest checkpoints to keep")] = 2,
     save_every: Annotated[
         float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves one after each epoch")
     ] = 0.0,
@@ -288,7 +290,9 @@ def lr_range(
     settings: SetOption = None,
     lowest: Annotated[float, typer.Option("--lowest", help="Learning rate of the first step")] = 1e-6,
     highest: Annotated[float, typer.Option("--highest", help="Learning rate of the last step")] = 10.0,
-    steps: Annotated[int, typer.Option("--steps", help="Number of steps with increasing learning rate")] = 200,
+    steps: Annotated[
+        int, typer.Option("--steps", max=1_000_000, help="Number of steps with increasing learning rate")
+    ] = 200,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png")] = Path(),

@@ -71,6 +71,8 @@ def make_waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
     return create_trial(state=TrialState.WAITING, system_attrs=system, user_attrs=user)
 
 
+_MAX_BYTES = 100_000_000  # the file is read at once
+
 Rows = Iterator[tuple[int, FixedTrial]]  # with their line or place
 Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
 
@@ -99,6 +101,8 @@ def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTri
         raise SearchError(f"--enqueue {path}: unknown file type {path.suffix!r}; use .csv or .jsonl")
     try:
         check_regular(path, "--enqueue")
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise SearchError(f"--enqueue {path} has {size:,} bytes, more than {_MAX_BYTES:,}; split the file")
         return _make_trials(str(path), "line", read(path), objective)
     except OSError as error:
         raise SearchError(f"--enqueue {path} cannot be read ({error.strerror})") from None

@@ -158,6 +158,12 @@ def run_random_smoke_test(objective: BaseObjective, spec: StudySpec) -> SmokeRes
         return run_smoke_test(objective, config, seed=spec.seed, seconds=_SECONDS)
     except DeviceMemoryError as error:
         return make_failed_result(str(error))
+    except (ObjectiveError, OSError):
+        raise
+    except Exception as error:  # for example of an optimizer; without the study, it would be a fault of hpsearch
+        if is_out_of_memory(error):
+            raise
+        return make_failed_result(f"{type(error).__name__}: {get_first_line(error)}")
 
 
 def make_failed_result(reason: str) -> SmokeResult:

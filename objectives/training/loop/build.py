@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import SequentialSampler
 
 from hpsearch.objectives.errors import ObjectiveError, find_source_file, get_message, wrap_user_errors
@@ -45,6 +46,7 @@ from hpsearch.objectives.training.optimizers.optimizer import (
     ParameterGroups,
     Precision,
     build_optimizer,
+    check_group_settings,
     complete_groups,
     parameter_groups,
     scale_lr,
@@ -116,12 +118,7 @@ def build_run(
     average = build_average(model, config, plan.epochs)
     steplog = StepLog(model, config.log_every, strategy.gradient_norms)
     strategy.setup_model(model, *average.models)
-    groups = _make_groups(objective, model, config)
-    scale_lr(groups, config.lr_scaling, ranks.world_size)
-    optimizer, sam = build_optimizer(model, config, device, groups), None
-    if config.optimizer == "sam":
-        sam = SAM(optimizer)
-        optimizer = sam.base
+    optimizer, sam = _make_optimizer(objective, model, config, device, ranks.world_size)
     source = find_source_file(type(objective))
     run = Run(
         identity={
@@ -234,6 +231,20 @@ def _make_augment(objective: Objective, config: TrainConfig, train: Dataset) -> 
             if isinstance(inputs, torch.Tensor) and np.shape(augmented)[:1] != inputs.shape[:1]:
                 raise ObjectiveError(f"{owner} must return one input per sample, not {list(np.shape(augmented))}")
     return augment
+
+
+def _make_optimizer(
+    objective: Objective, model: nn.Module, config: TrainConfig, device: torch.device, world_size: int
+) -> tuple[Optimizer, SAM | None]:
+    groups = _make_groups(objective, model, config)
+    scale_lr(groups, config.lr_scaling, world_size)
+    optimizer, sam = build_optimizer(model, config, device, groups), None
+    if config.optimizer == "sam":
+        sam = SAM(optimizer)
+        optimizer = sam.base
+    if overrides(objective, "parameter_groups"):
+        check_group_settings(optimizer)
+    return optimizer, sam
 
 
 def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) -> ParameterGroups:

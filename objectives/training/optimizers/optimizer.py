@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import math
+import reprlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, get_first_line
 from hpsearch.objectives.training.config import TrainConfig
 
 # Normalization layers by type, because layers in a Sequential have no meaningful names.
@@ -191,12 +194,20 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     """Return the parameter groups of an objective with defaults for name, learning rate and weight decay.
 
     Raises:
-        ObjectiveError: a trainable parameter is in no group, or a parameter is in two groups.
+        ObjectiveError: a trainable parameter is in no group, a parameter is in two groups, or a learning rate or weight
+            decay is not a number of at least 0.
     """
     found: ParameterGroups = []
     for number, group in enumerate(groups):
         defaults = {"name": f"group{number}", "lr": config.lr, "weight_decay": config.weight_decay}
         found.append({**defaults, **group, "params": list(group["params"])})
+        for setting in ("lr", "weight_decay"):
+            value = found[-1][setting]
+            if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+                name = found[-1]["name"]
+                raise ObjectiveError(
+                    f"parameter group {name!r} has {setting}={reprlib.repr(value)}; give a number of at least 0"
+                )
     ids = [id(parameter) for group in found for parameter in group["params"]]
     if len(ids) > len(set(ids)):
         raise ObjectiveError("a parameter occurs twice in the parameter groups; list each parameter once")
@@ -205,6 +216,34 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ObjectiveError(f"no parameter group has {', '.join(left[:3])}{more}; add one, or set requires_grad=False")
     return found
+
+
+def check_group_settings(optimizer: Optimizer) -> None:
+    """Check the settings of an optimizer's groups as its class checks its arguments; PyTorch checks only the defaults.
+
+    Raises:
+        ObjectiveError: PyTorch rejects a setting. Optimizers of other libraries are not checked.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch."):
+        return
+    arguments = optimizer.defaults.keys() & signature(kind).parameters.keys()
+
+    def find_fault(settings: dict[str, Any]) -> str | None:
+        try:
+            kind([nn.Parameter(torch.zeros(1))], **settings)
+        except Exception as error:  # of a wrong type or value
+            return get_first_line(error)
+        return None
+
+    for group in optimizer.param_groups:
+        settings = {name: group[name] for name in sorted(arguments)}
+        if (fault := find_fault(settings)) is None:
+            continue
+        without = ({**settings, name: optimizer.defaults[name]} for name in settings)
+        culprits = [name for name, other in zip(settings, without, strict=True) if find_fault(other) is None]
+        named = "".join(f" {name}={reprlib.repr(settings[name])}" for name in culprits[:1])
+        raise ObjectiveError(f"parameter group {group['name']!r} has invalid settings{named} ({fault}); correct them")
 
 
 # Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).

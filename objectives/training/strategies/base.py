@@ -32,7 +32,7 @@ class Strategy:
 
     def setup_model(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 used by subclasses
         """Distribute a model, and averages of its weights, over the ranks. Call it before building the optimizer."""
-        self._device = next(model.parameters()).device
+        self._device = next(iter(model.parameters())).device
 
     def set_model(self, model: nn.Module, step_function: StepFunction) -> None:
         """Set the model and its step function. Call it before the first step, after all changes of parameters."""

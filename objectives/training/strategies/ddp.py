@@ -75,7 +75,7 @@ class DDPStrategy(Strategy):
 
     def _has_unused_parameters(self, batch: Batch, autocast: AbstractContextManager[None]) -> bool:
         """Return whether a step leaves parameters unused on any rank, by a test step whose effects are undone."""
-        model, device = self._model, next(self._model.parameters()).device
+        model, device = self._model, next(iter(self._model.parameters())).device
         buffers, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, get_rng_state(device)
         with torch.compiler.set_stance(
             "force_eager"

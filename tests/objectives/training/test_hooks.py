@@ -1,6 +1,7 @@
 """Optional hooks of an objective: parameter groups, samplers, `on_epoch` and `prepare`."""
 
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -101,11 +102,45 @@ def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
             lambda model: [{"params": [*model.parameters(), *model.parameters()]}],
             "a parameter occurs twice in the parameter groups",
         ),
+        *(
+            (
+                lambda model, setting=setting, value=value: [{"params": model.parameters(), setting: value}],
+                rf"^parameter group 'group0' has {setting}=.*; give a number of at least 0$",
+            )
+            for setting, value in (
+                ("lr", "1e-3"),
+                ("lr", None),
+                ("lr", torch.tensor([1.0, 2.0])),
+                ("lr", -1),
+                ("lr", 10**400),
+                ("lr", math.nan),
+                ("weight_decay", "0.1"),
+            )
+        ),
+        *(
+            (
+                lambda model, setting=setting, value=value: [{"params": model.parameters(), setting: value}],
+                rf"^parameter group 'group0' has invalid settings {setting}=.* \([^\n]+\); correct them$",
+            )
+            for setting, value in (("betas", None), ("betas", (2, 2)), ("eps", "1e-8"), ("eps", -1))
+        ),
     ],
 )
 def test_invalid_parameter_groups_are_an_error(objective_with, make, message):
     with pytest.raises(ObjectiveError, match=message):
         fit(objective_with(parameter_groups=lambda _self, model, _config: make(model)))
+
+
+def test_settings_of_groups_that_pytorch_accepts_are_kept(objective_with):
+    settings = {"sgd": {"momentum": 0.5, "nesterov": True}, "adamw": {"betas": [0.5, 0.9], "amsgrad": True, "own": "x"}}
+    for optimizer, given in settings.items():
+        run = built(
+            objective_with(
+                parameter_groups=lambda _, model, __, given=given: [{"params": model.parameters(), **given}]
+            ),
+            optimizer=optimizer,
+        )
+        assert {name: run.optimizer.param_groups[0][name] for name in given} == given
 
 
 class Thawing(Wine):

@@ -61,6 +61,8 @@ BAD = [
     (["objective", "show", "digits", "--set", "lr"], ["--set 'lr'", "lr=1e-3"]),
     (["run", "digits", "--trials=1e3"], ["--trials '1e3'"]),
     (["top", "s", "--every="], ["--every ''"]),
+    (["top", "s", "--every", "inf"], ["--every", "86400"]),
+    (["promote", "s", "--model", ""], ["--model ''", "1 to "]),
     (["objective", "show", "digits", "--set", "batch_size=99999999999999999999"], ["batch_size", "2147483647"]),
     (["train", "digits", "--run-dir", "/dev/null/x"], ["--run-dir '/dev/null/x'", "Not a directory"]),
     (["lr-range", "digits", "--run-dir", "/dev/null"], ["--run-dir '/dev/null'", "File exists"]),

@@ -337,6 +337,8 @@ MISTAKES = [
     (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
     (["train", "digits", "--device", "toaster"], ["'toaster'"]),
     (["train", "digits", "--keep", "0"], ["--keep", "0"]),
+    (["train", "digits", "--keep", "1000000000"], ["--keep", "1000"]),
+    (["train", "digits", "--epochs", "99999999999999"], ["--epochs", "1000000"]),
     (["smoke", "digits", "--steps", "3"], ["--steps", "3"]),
     (["lr-range", "digits", "--lowest", "5", "--highest", "1"], ["0 < lowest < highest", "5"]),
     (["objective", "show", "digts"], ["'digts'"]),

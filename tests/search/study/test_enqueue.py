@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -117,6 +118,10 @@ def test_an_unreadable_table_is_an_error_of_one_line(tmp_path: Path, name: str, 
     with pytest.raises(SearchError) as caught:
         rows(tmp_path, text, name)
     assert words in str(caught.value)
+    (tmp_path / "large.csv").touch()
+    os.truncate(tmp_path / "large.csv", 10**9)
+    with pytest.raises(SearchError, match=r"large\.csv has 1,000,000,000 bytes, more than 100,000,000; split the file"):
+        read_rows(tmp_path / "large.csv", Wide())
     with pytest.raises(SearchError, match=r"nowhere\.csv cannot be read"):
         read_rows(tmp_path / "nowhere.csv", Wide())
 
