@@ -47,6 +47,7 @@ from hpsearch.search.report.show import (
 )
 from hpsearch.search.report.trials import (
     compute_epoch_usage,
+    get_pruning_record,
     list_parameter_names,
     make_trial_rows,
     select_shown_trials,
@@ -58,7 +59,7 @@ from hpsearch.search.study.promotions import list_promotions
 from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_value, get_study_page, summarise
-from hpsearch.storage.attributes import CONFIG_SCHEDULE, PRUNING, RUN_URL, SMOKE_TEST
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, RUN_URL, SMOKE_TEST
 from hpsearch.storage.display import escape_controls, find_link
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
@@ -70,8 +71,8 @@ def make_pruning_rows(study: StoredStudy) -> list[dict[str, str]]:
     """Return a table row for each epoch, counted from 1, at which trials were pruned: counts, cutoffs and peers."""
     records: dict[tuple[int, int | None], list[dict[str, Any]]] = defaultdict(list)
     for trial in study.trials():
-        record = trial.user_attrs.get(PRUNING)
-        if record is not None and "epoch" in record and trial.state.is_finished():
+        record = get_pruning_record(trial)
+        if record and trial.state.is_finished():
             records[record["epoch"], record.get("rung")].append(record)
     return [
         {

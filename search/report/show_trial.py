@@ -12,7 +12,7 @@ from rich.table import Table
 from hpsearch.search.console import format_number, plain_table
 from hpsearch.search.freeze_thaw.forecast_text import SUGGESTION_REASON_KEY, format_suggestion_reason
 from hpsearch.search.report.show import forecast_trials, format_promotions
-from hpsearch.search.report.trials import find_waiting_reasons, format_state
+from hpsearch.search.report.trials import find_waiting_reasons, format_state, get_pruning_record
 from hpsearch.search.study.control import find_trial
 from hpsearch.search.study.ranking import get_schedule
 from hpsearch.search.study.study import StoredStudy
@@ -24,7 +24,7 @@ from hpsearch.search.study.summary import (
     format_values,
     list_violations,
 )
-from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.attributes import ORIGIN, REASON, RUN_URL, RUNG, TRACKING
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.study_storage.reading import get_rung_key
 from hpsearch.storage.trials.history import DEVICE_COUNT_SEPARATOR, AttemptRecord, read_attempts, read_epoch_values
@@ -61,7 +61,7 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
             format_suggestion_reason(note) if (note := trial.system_attrs.get(SUGGESTION_REASON_KEY)) else None,
         ),
         ("reason", reason),
-        ("pruning", _format_pruning(attrs.get(PRUNING))),
+        ("pruning", _format_pruning(get_pruning_record(trial))),
     ]
     if trial.values:
         last = " (last epoch)" if trial.state == TrialState.PRUNED else ""
@@ -77,13 +77,11 @@ def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]
     return [(name, escape_line(str(value))) for name, value in facts if value]
 
 
-def _format_pruning(record: dict[str, object] | None) -> str:
+def _format_pruning(record: dict[str, Any]) -> str:
     """Return a pruner's decision as text: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
     if not record:
         return ""
-    parts = {key: value for key, value in record.items() if key != "pruner"}
-    if isinstance(epoch := parts.get("epoch"), int):
-        parts["epoch"] = epoch + 1
+    parts = {key: value for key, value in record.items() if key != "pruner"} | {"epoch": record["epoch"] + 1}
     return ", ".join([f"{record.get('pruner')} pruner", *(f"{key} {format_value(v)}" for key, v in parts.items())])
 
 

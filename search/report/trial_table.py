@@ -9,10 +9,10 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
 from hpsearch.search.console import format_number, plain_table, shorten_line
-from hpsearch.search.report.trials import PARAMETER_PREFIX, format_state, list_parameter_names
+from hpsearch.search.report.trials import PARAMETER_PREFIX, format_state, get_pruning_record, list_parameter_names
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_value, list_violations
-from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, PRUNING, REASON, WORKER
+from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, REASON, WORKER
 
 _PADDING = 2  # spaces between columns
 _MIN_REASON_WIDTH = len("0.8861 ties 0.8861 at epoch 13")
@@ -29,7 +29,7 @@ def format_short_reason(spec: StudySpec, trial: FrozenTrial) -> str:
     if trial.state == TrialState.COMPLETE:
         parts += list_violations(spec, trial)
     elif trial.state.is_finished():
-        parts.append(_shorten(attrs.get(PRUNING) or {}, str(attrs.get(REASON, ""))))
+        parts.append(_shorten(get_pruning_record(trial), str(attrs.get(REASON, ""))))
     return "; ".join(filter(None, parts))
 
 

@@ -16,13 +16,21 @@ from hpsearch.search.freeze_thaw.forecast_text import Forecast
 from hpsearch.search.pruners.study_pruner import make_rungs
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import compute_run_seconds, format_seconds, format_value, list_violations
-from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL, RUNG
+from hpsearch.storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, RUNG
 from hpsearch.storage.display import find_link
 from hpsearch.storage.trials.history import AttemptRecord, RunInterval, read_attempts, read_run_intervals
 from hpsearch.storage.trials.lost_attempts import LossCause
 
 MAX_SHOWN_TRIALS = 500  # a page with thousands of trials opens slowly
 PARAMETER_PREFIX = "params_"  # of columns, as in `optuna.Study.trials_dataframe`
+
+
+def get_pruning_record(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the record of the pruner's decision about a trial; empty if there is none, or a worker has damaged it."""
+    record = trial.user_attrs.get(PRUNING)
+    if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
+        return {}
+    return record if isinstance(record.get("rung"), int | None) else {}
 
 
 def format_state(trial: FrozenTrial) -> str:

@@ -194,6 +194,7 @@ def restrict_locations(destination: str) -> None:
     check_scheme = handlers._validate_artifact_uri_scheme
 
     root = f"{destination.rstrip('/')}/"
+    has_remote_artifacts = "://" in destination and not destination.startswith("file:")
     if destination.startswith(HDFS_SCHEMES):
         load_hdfs_library()
 
@@ -211,7 +212,9 @@ def restrict_locations(destination: str) -> None:
 
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
-        if not is_own(uri):
+        # Clients would use a local folder on their own machines.
+        is_reference = uri.partition(":")[0] in _REFERENCES
+        if not is_own(uri) or not (is_reference or has_remote_artifacts):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")
 
     handlers._validate_artifact_uri_scheme = check_own

@@ -32,7 +32,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.study_run import study_note
 from hpsearch.storage import dashboard
-from hpsearch.storage.attributes import ORIGIN, REASON, RUN_URL, STOPPED, TRACKING, WORKER
+from hpsearch.storage.attributes import ORIGIN, PRUNING, REASON, RUN_URL, STOPPED, TRACKING, WORKER
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
@@ -49,7 +49,7 @@ NAME, VALUE = f"lr{TERMINAL}", f"[x]({SCRIPT}){HTML}`{TERMINAL}"
 def study(database_url: str) -> StoredStudy:
     space = {NAME: CategoricalDistribution((VALUE,))}
     line = f"{TERMINAL}\nnext: forged"
-    attrs = {REASON: line + HTML, WORKER: line, ORIGIN: line, TRACKING: line, RUN_URL: SCRIPT}
+    attrs = {REASON: line + HTML, WORKER: line, ORIGIN: line, TRACKING: line, RUN_URL: SCRIPT, PRUNING: "epoch"}
     made = {"params": {NAME: VALUE}, "distributions": space, "user_attrs": attrs}
     trials = [create_trial(value=0.5, **made), create_trial(state=TrialState.FAIL, **made)]  # type: ignore[arg-type]
     found = search(open_storage(database_url, application_name="test"), "s", trials)

@@ -200,6 +200,8 @@ def test_a_folder_without_write_access_is_an_error(tmp_path: Path, local: Path) 
     ("url", "words"),
     [
         ("foo://bucket", ["unknown protocol 'foo'", "s3"]),
+        ("s3://bucket/file?versionId=", ["contains ? or #", "without them"]),
+        ("memory://a#1", ["contains ? or #"]),
         ("", ["is empty", "s3://bucket/prefix"]),
         ("file://relative/folder", ["not an absolute path", "three slashes"]),
     ],

@@ -141,6 +141,7 @@ def test_a_holder_of_the_token_cannot_choose_a_folder_for_artifacts(
         str(tmp_path),
         "relative",
         "s3://bucket/x",
+        f"{stack.home}/artifacts/x",
         f"{stack.home}/artifacts/../x",
         f"{stack.home}/artifacts/%2e%2e/x",
         "mlflow-artifacts:/%2e%2e/x",
