@@ -29,6 +29,7 @@ EXIT_DRAINED = 128 + 15  # worker: stopped by a signal with work left
 
 EXIT_FILE_VARIABLE = "HPSEARCH_EXIT_FILE"  # file to which a worker of a fleet writes its exit code
 _EXIT_SECONDS = 5.0
+_START_SECONDS = 1.0
 _exit_files: dict[int, Path] = {}  # by process id, because code of the objective may fork this process
 
 
@@ -55,8 +56,16 @@ def prepare_exit(code: int) -> None:
     Threads and processes of user code could prevent the exit.
     """
     report_exit(code)
+    has_started = threading.Event()
+
+    def end() -> None:
+        has_started.set()
+        _end_process(code)
+
     with contextlib.suppress(RuntimeError):  # the limit of threads is reached
-        start_new_thread(_end_process, (code,))  # Thread.start waits forever for a thread that gets no memory
+        start_new_thread(end, ())  # Thread.start waits forever for a thread that gets no memory
+        # If the interpreter ends before the thread runs, it frees the thread's state, and the thread crashes.
+        has_started.wait(_START_SECONDS)
 
 
 def call_at_end(function: Callable[[], object]) -> None:
