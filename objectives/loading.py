@@ -221,14 +221,14 @@ def _check_module_name(name: str) -> None:
 
 
 def _should_search(folder: Path, name: str) -> bool:
-    """Return whether to search a folder for a module. If others can change it, only for modules found nowhere else."""
+    """Return whether to search a folder for a module; if others can change it, only for one that is not installed."""
     if find_changeable_part(folder, as_folder=True) is None:
         return True
     with _wrap_import_errors(None):
         spec = importlib.util.find_spec(name.partition(".")[0])
         if spec is None or spec.origin is not None:
             return spec is None
-        with suppress(ModuleNotFoundError):  # a namespace: any folder of this name
+        with suppress(ModuleNotFoundError):  # a namespace package, which any folder of this name extends
             return importlib.util.find_spec(name) is None
         return True
 

@@ -242,7 +242,8 @@ def _convert_scalar(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    if f"{type(value).__module__}.{type(value).__name__}" in ("numpy.bool", "numpy.bool_"):  # which is no Number
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    if kind in ("numpy.bool", "numpy.bool_"):  # not registered as numbers.Number
         return bool(value)
     raise TypeError
 

@@ -16,7 +16,6 @@ from typing import Any
 import typer
 
 from hpsearch.former_names import CURRENT_NAMES
-from hpsearch.redaction import redact
 from hpsearch.search.cli import confirm, monitor, objective, run, serve, services, steer, train
 from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
@@ -40,9 +39,10 @@ COMMANDS = (
     serve,
 )  # their imports register the commands on the app
 
+_PASSWORD = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
 _VISIBLE_ARGUMENTS = (
-    "other users of this machine can read the password in these arguments while the command runs; set PGPASSWORD, "
-    "PGPASSWORD_FILE or HPSEARCH_STORAGE_URL instead"
+    "other users of this machine can read the password in these arguments while the command runs; put it into a "
+    "variable or a file (PGPASSWORD_FILE, MLFLOW_TRACKING_PASSWORD_FILE)"
 )
 
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     streams = sys.stdout, sys.stderr
     try:
-        if any("://" in argument and redact(argument) != argument for argument in given):
+        if any(map(_PASSWORD.search, given)):
             echo(f"hpsearch: {_VISIBLE_ARGUMENTS}", err=True)
         code = run_command(given)
         sys.stdout, sys.stderr = streams  # an objective may have replaced them

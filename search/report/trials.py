@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ def get_pruning_record(trial: FrozenTrial) -> dict[str, Any]:
     record = trial.user_attrs.get(PRUNING)
     if not isinstance(record, dict) or not isinstance(record.get("epoch"), int):
         return {}
-    return record if isinstance(record.get("rung"), int | None) else {}
+    numbers = [value for value in record.values() if isinstance(value, int)]
+    has_small_numbers = all(abs(number) <= sys.maxsize for number in numbers)
+    return record if has_small_numbers and isinstance(record.get("rung"), int | None) else {}
 
 
 def format_state(trial: FrozenTrial) -> str:

@@ -160,7 +160,7 @@ def run_random_smoke_test(objective: BaseObjective, spec: StudySpec) -> SmokeRes
         return make_failed_result(str(error))
     except (ObjectiveError, OSError):
         raise
-    except Exception as error:  # for example of an optimizer; without the study, it would be a fault of hpsearch
+    except Exception as error:  # for example of an optimizer
         if is_out_of_memory(error):
             raise
         return make_failed_result(f"{type(error).__name__}: {get_first_line(error)}")

@@ -86,7 +86,8 @@ class StoredStudy:
     @property
     def stopped(self) -> str | None:
         """User, host and time of the stop of the study, as one line; None if the study is not stopped."""
-        return escape_line(str(stopped)) if (stopped := self.attrs.get(STOPPED)) else None
+        stopped = self.attrs.get(STOPPED)
+        return None if stopped is None else escape_line(str(stopped)) or "by an unknown user"
 
     @property
     def early_stop(self) -> EarlyStop | None:

@@ -51,7 +51,7 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
             current = Path(target.anchor) if target.is_absolute() else current
             continue
-        is_closed = is_closed and not _is_mount_point(part)  # it may be mounted at another path, too
+        is_closed = is_closed and not _is_mount_point(part)  # its file system may also be mounted at an open path
         if not is_closed and _can_others_change(part, status, is_sticky_safe=bool(names)):
             return part
         current = part

@@ -318,8 +318,10 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         if "://" in url and not path.is_absolute():
             raise StorageError(f"{head} is not an absolute path; write file:///FOLDER, with three slashes")
         url = f"file://{path.absolute()}"
-    elif set("?#") & set(url):  # of the names below `s3://bucket/file?versionId=`, each is that file
-        raise StorageError(f"{head} contains ? or #, after which drivers ignore names of files; use a URL without them")
+    elif set("?#") & set(url):  # below `s3://bucket/file?versionId=`, every path leads to `file`
+        raise StorageError(
+            f"{head} contains ? or #, after which drivers ignore the rest of the URL; use a URL without them"
+        )
     if "hdfs" in protocol:  # the last part of a chain of URLs, too
         load_hdfs_library()
     try:

@@ -95,8 +95,8 @@ def find_account(data: Path | None = None) -> Account:
 
     Args:
         data: data directory, whose owner is returned; None before the directory exists. Directories of root, of the
-            users of earlier versions, and of an id that another user's containers can have, are handed over to the
-            dedicated id by `Account.take_over`.
+            users of earlier versions, and of a subordinate id of another user, are handed over to the dedicated id by
+            `Account.take_over`.
 
     Raises:
         StorageError: the current user has no passwd entry, or is root and cannot switch to the dedicated id.
@@ -120,8 +120,8 @@ def find_account(data: Path | None = None) -> Account:
         if account.can_enter(Path("/")):  # root of a user namespace may not be able to switch users
             return account
     raise StorageError(
-        "Postgres refuses to run as root, and root cannot start it with a user id of its own "
-        f"such as {_DEDICATED_IDS[0]}; run hpsearch as an ordinary user, or give --storage-url"
+        "Postgres refuses to run as root, and no user id of its own is usable, such as "
+        f"{_DEDICATED_IDS[0]} or {_DEDICATED_IDS[-1]}; run hpsearch as an ordinary user, or give --storage-url"
     )
 
 
@@ -161,7 +161,7 @@ def _has_name(number: int) -> bool:
 
 
 def _is_subordinate(number: int) -> bool:
-    """Return whether an id is in a range from which a user can take ids, for example for rootless containers."""
+    """Return whether an id is in a subordinate range, whose ids a user can assign to rootless containers."""
     for path in _SUBORDINATE_IDS:
         with contextlib.suppress(FileNotFoundError):
             for first, count in re.findall(r"^[^:\n]*:(\d+):(\d+)\s*$", path.read_text(errors="replace"), re.MULTILINE):

@@ -153,9 +153,8 @@ def _check_before(create: Any) -> Any:
             if (parts := _parse(artifact_uri)).scheme not in _REFERENCES:
                 check_location(artifact_uri, uri)
             elif parts.netloc:  # MLflow would use the user's login for Databricks
-                raise LocationRejectedError(
-                    f"artifact location {artifact_uri} of {uri} refers to another server; move the model to {uri}"
-                )
+                named = f"artifact location {artifact_uri} of {uri}"
+                raise LocationRejectedError(f"{named} refers to a model on another server; register it at {uri}")
         if _parse(artifact_uri).scheme in HDFS_SCHEMES:
             load_hdfs_library()
         return create(artifact_uri, tracking_uri=tracking_uri, registry_uri=registry_uri)

@@ -205,14 +205,14 @@ def restrict_locations(destination: str) -> None:
             return False
         if parts.scheme in _REFERENCES:  # with a host, MLflow would use the server's login for Databricks
             has_host = parts.netloc or parts.path.startswith("//")
-            return not has_host and "%" not in uri and ".." not in uri.split("/")
+            return not has_host and "%" not in uri and ".." not in parts.path.split("/")
         below = uri.removeprefix(root)
         # MLflow decodes the paths of local folders.
         return uri == destination or (below != uri and ".." not in below and "%" not in below)
 
     def check_own(uri: str, field_name: str) -> None:
         check_scheme(uri, field_name)
-        # Clients would use a local folder on their own machines.
+        # A client would open a local folder on its own machine.
         is_reference = uri.partition(":")[0] in _REFERENCES
         if not is_own(uri) or not (is_reference or has_remote_artifacts):
             raise MlflowException.invalid_parameter_value(f"'{field_name}' is not a location of this server; omit it")

@@ -274,8 +274,14 @@ def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) ->
 
 
 def _convert_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with Python's numbers instead of NumPy's, which a checkpoint cannot hold."""
-    return {key: value if key == "params" else to_python_scalars(value) for key, value in group.items()}
+    """Return a parameter group with Python's numbers instead of NumPy's, and of a tensor as learning rate.
+
+    A checkpoint cannot hold NumPy's numbers.
+    """
+    converted = {key: value if key == "params" else to_python_scalars(value) for key, value in group.items()}
+    if isinstance(rate := converted.get("lr"), torch.Tensor) and rate.ndim == 0:
+        converted["lr"] = rate.item()
+    return converted
 
 
 def _make_order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> EpochOrder:

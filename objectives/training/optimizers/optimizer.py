@@ -219,31 +219,24 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
 
 
 def check_group_settings(optimizer: Optimizer) -> None:
-    """Check the settings of an optimizer's groups as its class checks its arguments; PyTorch checks only the defaults.
+    """Check each parameter group with the optimizer's constructor, because PyTorch validates only the defaults.
 
     Raises:
         ObjectiveError: PyTorch rejects a setting. Optimizers of other libraries are not checked.
     """
-    kind = type(optimizer)
+    kind = type(optimizer := getattr(optimizer, "optimizer", optimizer))  # that of Lookahead
     if not kind.__module__.startswith("torch."):
         return
-    arguments = optimizer.defaults.keys() & signature(kind).parameters.keys()
-
-    def find_fault(settings: dict[str, Any]) -> str | None:
-        try:
-            kind([nn.Parameter(torch.zeros(1))], **settings)
-        except Exception as error:  # of a wrong type or value
-            return get_first_line(error)
-        return None
-
     for group in optimizer.param_groups:
-        settings = {name: group[name] for name in sorted(arguments)}
-        if (fault := find_fault(settings)) is None:
-            continue
-        without = ({**settings, name: optimizer.defaults[name]} for name in settings)
-        culprits = [name for name, other in zip(settings, without, strict=True) if find_fault(other) is None]
-        named = "".join(f" {name}={reprlib.repr(settings[name])}" for name in culprits[:1])
-        raise ObjectiveError(f"parameter group {group['name']!r} has invalid settings{named} ({fault}); correct them")
+        for name in sorted(group.keys() & signature(kind).parameters.keys() - _UNCHECKED_SETTINGS):
+            try:
+                kind([nn.Parameter(torch.zeros(1))], **{name: group[name]})
+            except Exception as error:  # of a wrong type or value
+                given = f"{name}={reprlib.repr(group[name])} is invalid ({get_first_line(error)})"
+                raise ObjectiveError(f"parameter group {group['name']!r}: {given}; change or remove it") from None
+
+
+_UNCHECKED_SETTINGS = {"params", "nesterov", "fused", "foreach", "capturable", "differentiable"}  # depend on others
 
 
 # Factor on the peak learning rate by the number of devices (Goyal et al. 2017; Krizhevsky 2014).

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -65,12 +65,11 @@ def compare_with_commit(source: Path, _module_count: int) -> dict[str, tuple[str
 
     Args:
         source: the source file.
-        _module_count: number of loaded modules, with which the result is cached: another import invalidates it.
+        _module_count: number of loaded modules; part of the cache key, so that a new import causes a new comparison.
 
     Returns:
-        The committed text and the text at the first call of each file that differs, by its name in the repository.
-        Imported files that the commit does not contain are omitted. None if it does not contain the source file, or
-        cannot be compared.
+        The committed and the present text of each file that differs, by its name in the repository. Imported files that
+        the commit does not contain are omitted. None if it does not contain the source file, or cannot be compared.
     """
     path = source.resolve()
     top = run_git(path.parent, "rev-parse", "--show-toplevel")
@@ -81,7 +80,7 @@ def compare_with_commit(source: Path, _module_count: int) -> dict[str, tuple[str
     if path not in digests:
         return None
     try:
-        contents = {file: content for file in digests if (content := _read_source(file)) is not None}
+        contents = {file: file.read_bytes() for file in digests if file.exists()}
     except OSError:
         return None
     # In a repository with SHA-256, all files seem to differ here, and their texts are compared.
@@ -106,7 +105,7 @@ def compare_with_commit(source: Path, _module_count: int) -> dict[str, tuple[str
 def read_commit(folder: Path) -> str:
     """Return the last commit of a folder's repository at the first call; empty if there is none.
 
-    Later commits do not describe the loaded code.
+    It is cached, because later commits do not contain the code that is loaded.
     """
     return (run_git(folder, "rev-parse", "HEAD") or "").strip()
 
@@ -117,15 +116,6 @@ def _list_committed(root: Path, commit: str, files: set[Path]) -> dict[Path, str
     listing = run_git(root, "ls-tree", "-r", "-z", "--full-tree", commit, "--", *names) if commit else None
     entries = (line.partition("\t") for line in (listing or "").split("\0")[:-1])
     return {root / name: entry.split(" ")[2] for entry, _, name in entries}
-
-
-@cache
-def _read_source(file: Path) -> bytes | None:
-    """Return the content of a file at the first call, which is that of the loaded module; None if it is deleted."""
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 def _hash_blob(content: bytes) -> str:

@@ -362,7 +362,10 @@ class RunFiles:
         """Remove the shards that no checkpoint in the directory references."""
         if self.shards.is_symlink() or not self.shards.is_dir():
             return
-        referenced = {_read_shard_folder(path) for path in self.run_dir.glob("*.pt")}
+        try:
+            referenced = {_read_shard_folder(path) for path in self.run_dir.glob("*.pt")}
+        except Exception:  # an unreadable file may be valid
+            return
         kept = [part for part in self.shards.iterdir() if part.name in referenced]
         for part in self.shards.iterdir() if kept else [self.shards]:
             if part not in kept:
@@ -381,5 +384,9 @@ def _read_shard_folder(path: Path) -> str | None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return str(state["shards"]["folder"]) if "shards" in state else None
-    except Exception:  # also of the classes that the user has allowed: the file cannot be restored
+    except FileNotFoundError:
         return None
+    except Exception as error:  # also of the classes that the user has allowed
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
+        return None  # the file is invalid and cannot be restored

@@ -35,7 +35,7 @@ def _no_cached_changes() -> Iterator[None]:
 
 
 def _clear_caches() -> None:
-    for function in (changes._format_changes, changes._read_source, compare_with_commit, read_commit):
+    for function in (changes._format_changes, compare_with_commit, read_commit):
         function.cache_clear()
 
 
@@ -284,7 +284,7 @@ def test_a_commit_during_the_process_does_not_change_what_the_loaded_code_is(com
     (tmp_path / "mine.py").write_text("a = 2\n")
     device = torch.device("cpu")
     before = describe_environment(device, tmp_path / "mine.py")
-    commit({"mine.py": "a = 3\n"})
+    commit({"other.py": "", "mine.py": "a = 2\n"})
     compare_with_commit.cache_clear()  # as after another import
     after = describe_environment(device, tmp_path / "mine.py")
     assert [after[key] for key in ("git_sha", "git_dirty")] == [before["git_sha"], True]
@@ -310,3 +310,13 @@ def test_without_a_temporary_folder_the_changes_are_not_recorded(
     (tmp_path / "mine.py").write_text("a = 2\n")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     assert read_changes(tmp_path / "mine.py") == ""
+
+
+def test_an_objective_that_is_edited_and_loaded_again_differs_from_the_commit(commit: Commit, tmp_path: Path) -> None:
+    commit({"mine.py": OBJECTIVE})
+    device = torch.device("cpu")
+    for text, is_dirty in ((OBJECTIVE, False), (f"{OBJECTIVE}    batch = 4\n", True)):
+        (tmp_path / "mine.py").write_text(text)
+        load_objective(str(tmp_path / "mine.py"))
+        assert describe_environment(device, tmp_path / "mine.py")["git_dirty"] is is_dirty
+    assert "+    batch = 4" in read_changes(tmp_path / "mine.py")
