@@ -57,8 +57,11 @@ def write_template(path: Path) -> None:
     words = "".join(word.capitalize() for word in path.stem.replace("-", "_").split("_"))
     name = words if words.isidentifier() and words != "Objective" else "MyObjective"
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE.format(file=path.name, name=name))
+        code = TEMPLATE.format(file=path.name, name=name).encode()
+        with path.open("xb") as file:
+            file.write(code)
+    except UnicodeEncodeError:
+        raise ObjectiveError(f"{str(path)!a} is not valid UTF-8; use another name") from None
     except FileExistsError as error:
         raise ObjectiveError(f"{format_path(path)} already exists; choose another file name") from error
     except OSError as error:

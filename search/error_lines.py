@@ -58,6 +58,10 @@ def report_errors(work: Callable[[], int]) -> int:
             remedy = "correct the environment variable that the error names, or install the package again"
             _print_error(f"package {package} cannot be imported ({cause}); {remedy}")
             return EXIT_USER_ERROR
+        if type(error).__module__.startswith("google.protobuf"):  # of MLflow's client
+            cause = escape_line(format_error(error, 300))
+            _print_error(f"the tracking server does not answer as MLflow does ({cause}); correct --tracking-uri")
+            return EXIT_USER_ERROR
         if isinstance(error, OverflowError):
             logging.getLogger(__name__).debug("overflow", exc_info=True)
             _print_error(

@@ -8,6 +8,18 @@ import shlex
 from hpsearch.causes import iterate_causes
 
 
+def check_encodable(text: str, setting: str) -> None:
+    """Check that a text has no bytes that are not UTF-8: the database and MLflow do not accept them.
+
+    Raises:
+        StorageError: it has such bytes, for example those of a path in another encoding.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"{setting} {text!a} is not valid UTF-8; use another name") from None
+
+
 def format_error(error: object, length: int | None = None) -> str:
     """Return the text of an error as one line of at most `length` characters, without SQLAlchemy's SQL statement."""
     text = " ".join(str(getattr(error, "orig", None) or error).split())

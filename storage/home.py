@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from hpsearch.storage.errors import StorageError, format_os_error
+from hpsearch.storage.errors import StorageError, check_encodable, format_os_error
 
 HOME_VARIABLE = "HPSEARCH_HOME"
 STATE_FILE = "stack.json"  # in the home folder, written by storage.embedded
@@ -174,6 +174,7 @@ def resolve_home(value: str | None = None) -> Path:
     if chosen := os.fspath(value or os.environ.get(HOME_VARIABLE, "")):
         if "://" in chosen:
             raise StorageError(f"{setting} {chosen!r} is a URL; set {setting} to a folder of this machine")
+        check_encodable(chosen, setting)
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user

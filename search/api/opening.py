@@ -19,7 +19,7 @@ from hpsearch.search.study.study import StoredStudy, load_parent_study, load_stu
 from hpsearch.search.study.study_tracking import find_tracking_uri, open_study_tracking
 from hpsearch.search.tracking.study_run import log_report
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED, DamagedValue
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, check_encodable
 from hpsearch.storage.home import resolve_home
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.credentials import CredentialsWithheldError
@@ -167,6 +167,7 @@ def open_study(
     """
     if not isinstance(name, str) or "\0" in name:
         raise SearchError(f"{name!r} is not the name of a study; give a text, such as 'digits'")
+    check_encodable(name, "study")
     if _is_new_home(where):  # the services would be installed only to find no study
         raise SearchError(f"no study {name!r}; the database has no studies yet")
     services, storage = open_services(where, progress)

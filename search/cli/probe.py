@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -11,11 +10,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import optuna
@@ -29,7 +26,7 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process.children import bind_children, kill_descendants
+from hpsearch.search.process.children import bind_children, kill_descendants, kill_session
 from hpsearch.search.process.exits import EXIT_UNAVAILABLE, call_at_end
 from hpsearch.search.process.signals import ENDING_SIGNALS
 from hpsearch.search.spec.spec import StudySpec
@@ -90,12 +87,6 @@ def _fork() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def _leave_terminal() -> None:
-    """Give up the terminal, at which code such as getpass would wait; its signals still reach this process."""
-    with contextlib.suppress(OSError), Path("/dev/tty").open("rb", buffering=0) as terminal:
-        fcntl.ioctl(terminal, termios.TIOCNOTTY)
-
-
 def _probe(reference: str) -> str | None:
     """Import an objective in a forked process; return the signal or exit code that ended it, None if none did."""
     import torch  # noqa: F401  # before the fork, so that the forked process and the command load it once
@@ -104,7 +95,7 @@ def _probe(reference: str) -> str | None:
     if (pid := _fork()) == 0:
         try:
             kill_with_parent(parent)
-            _leave_terminal()
+            os.setsid()  # without a terminal, at which code such as getpass would wait
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS)
             null = os.open(os.devnull, os.O_RDWR)
@@ -152,7 +143,7 @@ class ObjectiveProcess:
                 try:
                     self._connection.close()
                     kill_with_parent(parent)
-                    _leave_terminal()
+                    os.setsid()  # without a terminal, at which code such as getpass would wait
                     self._serve(theirs)
                 finally:
                     os._exit(EXIT_UNAVAILABLE)
@@ -166,7 +157,7 @@ class ObjectiveProcess:
     def close(self) -> None:
         """End the process."""
         if self._pid is not None:
-            kill_descendants(self._pid)
+            kill_session(self._pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             self._wait()
@@ -235,7 +226,7 @@ class ObjectiveProcess:
 
     def _serve(self, connection: Connection) -> None:
         """Answer calls until the command ends."""
-        for number in ENDING_SIGNALS:  # the command gets them too, and ends this process
+        for number in ENDING_SIGNALS:  # only the command ends this process
             signal.signal(number, lambda *_: None)
         bind_children()
         null = os.open(os.devnull, os.O_RDONLY)

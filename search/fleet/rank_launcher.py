@@ -28,7 +28,7 @@ from hpsearch.search.console import prefix_output
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork_server import can_fork
-from hpsearch.search.process.children import make_fleet_watcher
+from hpsearch.search.process.children import end_session, make_fleet_watcher
 from hpsearch.search.process.exits import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, report_exit
 from hpsearch.search.process.signals import StopEvent, exit_on_signals, stop_on_signals, stop_worker_on_signals
 from hpsearch.search.worker.identity import get_default_device
@@ -174,7 +174,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     for logger in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # verbose about dead ranks
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with make_private_folder() as folder, _stop_ranks_on_signals(folder) as stop:
+    with make_private_folder() as folder, _stop_ranks_on_signals(folder, options.grace) as stop:
         place = find_rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # otherwise the launcher opens a port on all addresses of this machine
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -210,6 +210,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
             return EXIT_UNAVAILABLE
         finally:
             tempfile.tempdir = None
+            end_session()
     return int(next(iter(codes.values())))  # all ranks return the code of rank 0
 
 
@@ -247,10 +248,11 @@ def check_devices(options: WorkerOptions) -> None:
 
 
 @contextmanager
-def _stop_ranks_on_signals(folder: Path) -> Iterator[StopEvent]:
+def _stop_ranks_on_signals(folder: Path, grace: float) -> Iterator[StopEvent]:
     """Return a context with the stop event of this worker.
 
-    In the context, the ranks get SIGTERM when the event is set or the fleet has ended.
+    In the context, the ranks get SIGTERM when the event is set or the fleet has ended. After the end of the fleet, they
+    get SIGKILL after `grace` seconds.
     """
 
     def kill() -> None:  # ranks end with this process
@@ -261,7 +263,8 @@ def _stop_ranks_on_signals(folder: Path) -> Iterator[StopEvent]:
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     has_fleet_ended = make_fleet_watcher(int(fleet)) if fleet else lambda: False
     end = threading.Event()
-    supervision = threading.Thread(target=_supervise_ranks, args=(stop, has_fleet_ended, folder, end), daemon=True)
+    arguments = (stop, has_fleet_ended, grace, folder, end)
+    supervision = threading.Thread(target=_supervise_ranks, args=arguments, daemon=True)
     supervision.start()
     try:
         yield stop
@@ -270,24 +273,29 @@ def _stop_ranks_on_signals(folder: Path) -> Iterator[StopEvent]:
         supervision.join()
 
 
-def _supervise_ranks(stop: StopEvent, has_fleet_ended: Callable[[], bool], folder: Path, end: threading.Event) -> None:
-    """Forward a stop request to the ranks; after a rank has died, end the ranks that do not exit."""
+def _supervise_ranks(
+    stop: StopEvent, has_fleet_ended: Callable[[], bool], grace: float, folder: Path, end: threading.Event
+) -> None:
+    """Forward a stop request to the ranks; after a rank has died or the fleet has ended, end those that do not exit."""
     ranks: dict[int, BaseProcess] = {}
-    died = math.inf
+    kill_at = math.inf
     while not end.wait(_POLL_SECONDS):  # polls, because the end of a parent sends no event
         # `active_children` would take exit statuses from torch's launcher, which fails without them.
         children: set[BaseProcess] = multiprocessing.process._children.copy()  # type: ignore[attr-defined]
         ranks |= {rank.pid: rank for rank in children if rank.pid is not None}
-        should_stop = stop.is_set() or has_fleet_ended()
+        is_fleet_gone = has_fleet_ended()
+        should_stop = stop.is_set() or is_fleet_gone
         if should_stop and not ranks:  # still waiting for the ranks of other machines
             shutil.rmtree(folder, ignore_errors=True)
             report_exit(EXIT_DRAINED)
             os._exit(EXIT_DRAINED)
         codes = {pid: _peek_exit_code(rank) for pid, rank in ranks.items()}
         if any(codes.values()):
-            died = min(died, time.monotonic())
+            kill_at = min(kill_at, time.monotonic() + _RANK_SHUTDOWN_SECONDS)
+        if is_fleet_gone:
+            kill_at = min(kill_at, time.monotonic() + grace)
         for pid, code in codes.items():
-            is_overdue = time.monotonic() > died + _RANK_SHUTDOWN_SECONDS
+            is_overdue = time.monotonic() > kill_at
             if code is None and (should_stop or is_overdue):  # repeated, because a rank may only be starting
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if is_overdue else signal.SIGTERM)

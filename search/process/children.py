@@ -68,33 +68,31 @@ def _ignore_signal(*_: object) -> None:
 def end_session() -> list[int]:
     """Kill the processes that code of the objective left in this worker's own session, and return their PIDs."""
     own = os.getpid()
-    if os.getsid(0) != own:  # for example a worker that was started in a terminal
-        return []
-    return kill_descendants(own, lambda pid: os.getsid(pid) == own)
+    return kill_session(own) if os.getsid(0) == own else []  # a worker in a terminal is in the session of a shell
 
 
-def kill_descendants(pid: int, selects: Callable[[int], bool] = lambda _: True) -> list[int]:
-    """Kill the descendants of a process that `selects` accepts, and return their PIDs."""
+def kill_descendants(pid: int) -> None:
+    """Kill the descendants of a process."""
     import psutil
 
-    left = list[int]()
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
-                if selects(process.pid) and not _is_resource_tracker(process):
+                if not _is_resource_tracker(process):
                     process.kill()
-                    left.append(process.pid)
-    return left
 
 
-def kill_session(leader: int) -> None:
-    """Kill the processes that a worker left in its session when it was killed or crashed."""
+def kill_session(leader: int) -> list[int]:
+    """Kill the other processes of a worker's session, also those whose parents have ended, and return their PIDs."""
     import psutil
 
+    left = list[int]()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != leader and os.getsid(process.pid) == leader and not _is_resource_tracker(process):
                 process.kill()
+                left.append(process.pid)
+    return left
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

@@ -39,7 +39,7 @@ def parse_options(flag: str, pairs: list[str], *, example: str = "n_startup_tria
             raise SearchError(f"{flag} {pair!r} is invalid; write KEY=VALUE, such as {example}")
         try:
             options[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError):  # the others: a tag such as !!int
             raise SearchError(f"{flag} {pair!r}: the value is not valid YAML; quote the value") from None
     return options
 

@@ -75,6 +75,8 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         at = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SearchError(f"--spec {path}: {error.problem or error.context}{at}; correct the file") from None
+    except (KeyError, IndexError, AttributeError, TypeError):  # of PyYAML, for a value after a tag such as !!int
+        raise SearchError(f"--spec {path}: a value does not match its YAML tag; remove the tag") from None
     except (ValueError, yaml.YAMLError) as error:  # ValueError: TOML, or a number or date that Python cannot hold
         detail = re.sub(
             "Cannot (overwrite a value|declare .* twice)", "a key appears twice", " ".join(str(error).split())

@@ -24,6 +24,7 @@ from hpsearch.storage.errors import (
     CheckpointStoreError,
     StorageError,
     StoredCheckpointError,
+    check_encodable,
     format_error,
 )
 from hpsearch.storage.files import compute_sha256 as digest
@@ -76,6 +77,9 @@ class CheckpointStore:
     """
 
     def __init__(self, url: str, *, setting: str = CHECKPOINT_URL_FLAG) -> None:
+        if not isinstance(url, str):
+            raise StorageError(f"{setting} {url!r} is not text; give a folder or a URL such as s3://bucket/prefix")
+        check_encodable(url, setting)
         self._secret = url
         self.url = redact(url)
         self._head = f"{setting} {self.url!r}"

@@ -74,6 +74,11 @@ BAD = [
     (["up", "--home", "s3://bucket"], ["--home 's3://bucket' is a URL; set --home to a folder"]),
     (["objective", "show", "~nosuch/x.py"], ["file ~nosuch/x.py does not exist"]),
     (["list"], ["unknown command 'list'; did you mean 'studies'?"]),
+    (["studies", "--home", "a\udcff"], ["--home", "is not valid UTF-8; use another name"]),
+    (["init", "a\udcff.py"], ["is not valid UTF-8; use another name"]),
+    (["show", "a\udcff"], ["is not valid UTF-8; use another name"]),
+    (["run", "digits", "--sampler", "tpe", "--sampler-option", "n=!!bool x"], ["--sampler-option 'n=!!bool x'"]),
+    (["train", "digits", "--set", 'lr=!!int ""'], ["--set", "not valid YAML"]),
     (["run"], ["OBJECTIVE", "--spec"]),
     (["run", "digits", "--trials", "0"], ["--trials", "0"]),
     (["run", "digits", "--trials", "many"], ["--trials", "'many'", "it must be a valid integer"]),
@@ -210,6 +215,7 @@ def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: 
     [
         ("s.yaml", "objective: digits\nepochs: 2\nepochs: 3\n", ["duplicate key 'epochs'", "line 3"]),
         ("s.yaml", "n_trials: &n 4\nepochs: *n\n", ["the alias '*n' is not supported", "line 2"]),
+        ("s.yaml", "n_trials: !!bool maybe\n", ["a value does not match its YAML tag"]),
         ("s.yaml", "a: 2001-99-99\n", ["s.yaml: month must be in 1..12"]),
         ("s.yaml", f"a: {'[' * 5000}", ["nested too deeply"]),
         ("s.toml", f"a = {'[' * 5000}", ["nested too deeply"]),
@@ -217,7 +223,7 @@ def test_an_objective_that_ends_the_process_during_its_import(refuse, tmp_path: 
         ("s.toml", "objective = 'digits'\nepoch = 1\n", ["s.toml: unknown setting 'epoch'", "epochs"]),
         ("s.yaml", "a: 1\n" * 300_000, ["s.yaml has 1500000 bytes", "at most 1000000 bytes"]),
     ],
-    ids=["duplicate", "alias", "date", "nested yaml", "nested toml", "byte order mark", "unknown", "huge"],
+    ids=["duplicate", "alias", "tag", "date", "nested yaml", "nested toml", "byte order mark", "unknown", "huge"],
 )
 def test_a_fault_in_a_spec_file_names_the_file(refuse, tmp_path: Path, name: str, text: str, words: list[str]) -> None:
     (tmp_path / name).write_text(text)

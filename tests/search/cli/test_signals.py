@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -27,8 +28,9 @@ def test_a_signal_ends_a_command_that_waits_for_the_database(
     engine = sa.create_engine(owner_url)
     with engine.connect() as locking, engine.connect().execution_options(isolation_level="AUTOCOMMIT") as watching:
         locking.execute(sa.text("LOCK TABLE studies IN ACCESS EXCLUSIVE MODE"))
-        command = [sys.executable, "-m", "hpsearch", "studies", "--storage-url", owner_url]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "hpsearch", "studies"]
+        environment = {**os.environ, "HPSEARCH_STORAGE_URL": owner_url}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         wait_for(lambda: watching.execute(_IS_WAITING).scalar_one(), "the command to wait for the table")
         process.send_signal(number)
         assert process.communicate(timeout=120) == ("", text)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.cores_and_gpus import assign_gpus, count_gpu_workers
-from hpsearch.search.fleet.rank_launcher import _describe_exit, check_devices, find_rendezvous
+from hpsearch.search.fleet.rank_launcher import _describe_exit, _supervise_ranks, check_devices, find_rendezvous
+from hpsearch.search.process.signals import StopEvent
 from hpsearch.search.worker.options import WorkerOptions
 
 
@@ -100,3 +106,27 @@ def test_a_fleet_passes_devices_to_its_workers() -> None:
     environment = WorkerOptions(devices=2, collective_timeout=5.0, nodes=1).environment()
     assert (environment["HPSEARCH_DEVICES"], environment["HPSEARCH_COLLECTIVE_TIMEOUT"]) == ("2", "5.0")
     assert "HPSEARCH_DEVICES" not in WorkerOptions().environment()
+
+
+def _ignore_sigterm(started: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started.send(True)
+    time.sleep(1000)
+
+
+def test_ranks_that_do_not_exit_are_killed_after_the_grace_period_if_the_fleet_has_ended(tmp_path: Path) -> None:
+    """For example in a long step, or while one rank waits for the others."""
+    received, started = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=_ignore_sigterm, args=(started,))
+    rank.start()
+    received.recv()
+    stop, end = StopEvent(), threading.Event()
+    supervision = threading.Thread(target=_supervise_ranks, args=(stop, lambda: True, 0.5, tmp_path, end))
+    supervision.start()
+    try:
+        rank.join(60)
+        assert rank.exitcode == -signal.SIGKILL
+    finally:
+        end.set()
+        supervision.join()
+        rank.kill()

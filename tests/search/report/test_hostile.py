@@ -15,6 +15,8 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 import sqlalchemy as sa
+from google.protobuf import json_format
+from mlflow.protos.service_pb2 import GetExperiment
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 from rich.live import Live
@@ -156,6 +158,18 @@ def test_steps_contain_no_markup() -> None:
     assert "\x1b]8" not in output.getvalue()
     assert "\x1b]0" not in output.getvalue()
     assert "[link=http://evil.example]x[/link]" in output.getvalue()
+
+
+def test_replies_with_other_types_than_those_of_mlflow_are_no_fault_of_hpsearch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def parse() -> int:
+        json_format.ParseDict({"experiment": {"experiment_id": 5, "name": 7}}, GetExperiment.Response())
+        return 0
+
+    assert report_errors(parse) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the tracking server does not answer as MLflow does" in line
 
 
 def test_error_lines_and_log_lines_are_escaped(capsys: pytest.CaptureFixture[str], database_url: str) -> None:

@@ -44,8 +44,10 @@ LEFT = """
 import os, subprocess, sys, time
 from hpsearch.search.process.children import end_session
 children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
+orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
 subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
-print(sorted(end_session()) == sorted(children), os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
+ended = sorted(end_session()) == sorted([*children, orphan])
+print(ended, os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
 """
 
 
