@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -61,13 +62,26 @@ _WRITE_SECONDS = 30.0  # time to complete the file of a run
 _INIT_SECONDS = 30.0  # time for the server to create or find a run
 
 
+def _neutralize(value: Any) -> Any:
+    """Return a value in which no text and no dictionary refers to an artifact.
+
+    wandb would send the user's key to the server in a text such as ``wandb-artifact://http://HOST/ID``, and a worker
+    can store such a text as a parameter. The text begins with an apostrophe instead.
+    """
+    if isinstance(value, str):
+        return f"'{value}" if re.match(r"\s*wandb-[\w-]*://", value, re.IGNORECASE) else value
+    if isinstance(value, dict):
+        return {"type" if key == "_type" else key: _neutralize(part) for key, part in value.items()}
+    return [_neutralize(part) for part in value] if isinstance(value, list) else value
+
+
 class WandbRuns:
     """The open runs of this process. Each public method except `finish_all` executes one command of the parent."""
 
     def __init__(self) -> None:
         self._runs: dict[str, tuple[Any, set[int], int]] = {}  # run, logged steps, descriptor of the lock
 
-    def open(self, *, run_id: str, folder: str, **settings: Any) -> dict[str, Any]:
+    def open(self, *, run_id: str, folder: str, config: dict[str, Any], **settings: Any) -> dict[str, Any]:
         """Create or resume a run; steps that the run already has are not logged again."""
         import wandb
 
@@ -79,7 +93,8 @@ class WandbRuns:
             x_transaction_log_flush_interval=1.0,
         )  # fmt: skip
         steps = read_offline_steps(Path(folder) / "wandb", run_id)
-        run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", settings=quiet, **settings)
+        settings |= {"config": _neutralize(config), "settings": quiet}
+        run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", **settings)
         self._runs[run_id] = run, steps | set(range(run.step)), lock  # a run on the server resumes at its next step
         return {}
 
@@ -89,13 +104,13 @@ class WandbRuns:
         """Log the rows of steps that the run does not have yet, and update config and summary of the run."""
         run, logged_steps, _ = self._runs[run_id]
         if config:
-            run.config.update(config, allow_val_change=True)
+            run.config.update(_neutralize(config), allow_val_change=True)
         for step, values in rows:
             if step not in logged_steps:
                 logged_steps.add(step)
                 run.log(values, step=step, commit=True)
         if summary:
-            run.summary.update(summary)
+            run.summary.update(_neutralize(summary))
         return {}
 
     def finish(self, *, run_id: str, exit_code: int, is_preempted: bool) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
-from hpsearch.storage.journals.journal_records import Metrics, Tags
+from hpsearch.storage.journals.journal_records import Metrics, Params, Tags
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.trackers.wandb_runs.consumer import WandbConsumer
 from hpsearch.storage.trackers.wandb_runs.process_client import Connection, WandbUnavailableError
@@ -140,6 +142,24 @@ def test_an_attempt_continues_the_run_of_the_previous_one(post: Post, readers: R
     assert readers.steps() == [0, 1, 2, 3, 4]
     assert len({run.run_id for path in readers.files for run in found(path, "run")}) == 1
     assert [len(found(path, "preempting")) for path in readers.files] == [1, 0]
+
+
+def test_a_parameter_cannot_name_a_server_to_which_the_key_is_sent(
+    post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder of a worker's database role can store any parameter."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        text = f"wandb-artifact://http://127.0.0.1:{server.getsockname()[1]}/_id/QQ"
+        journal = post.open()
+        journal.append(Params({"note": text, "kept": "wandb"}))
+        log(journal, [0], end=Outcome.COMPLETE)
+        assert post.consume(readers.new(), journal)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    config = values(readers.files[0], "config")
+    assert (config["note"], config["kept"]) == (json.dumps(f"'{text}"), '"wandb"')
 
 
 def children() -> dict[int, str]:
