@@ -239,7 +239,7 @@ def test_a_lost_best_checkpoint_is_written_again(folder_study: Study, caplog: py
     caplog.set_level(logging.WARNING)
     for epoch in (2, 3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(first.local, "save_last", full)
+            patch.setattr(first.local, "_write_last", full)
             first.kept.save(state_after(epoch), best=epoch == 2)
         assert first.kept.pending is None
         assert not first.local.best_path.exists()
