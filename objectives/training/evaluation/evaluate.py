@@ -137,6 +137,7 @@ def evaluate(  # noqa: PLR0913 options by keyword
     with evaluation_mode(model, device, "evaluation"):
         metrics.reset()
         sums, cut = RunningMeans(device), None if halves is None else halves.first_half_size
+        has_outputs = not ranks.is_single_process  # another rank may have outputs
         for batch, rows in iterate_batches(dataset, batch_size, device, num_workers, ranks, cut):
             # In-memory data: on a CPU, the batch is a view of them.
             is_changed = watch_changes(batch.x if dataset.in_memory else ())
@@ -148,10 +149,12 @@ def evaluate(  # noqa: PLR0913 options by keyword
                 )
             sums.add(found, len(rows))
             if rows and found.outputs is not None:
+                has_outputs = True
                 metrics.update(found.outputs, found.targets)
             if halves is not None:
                 halves.add(found, rows)
-        values = as_floats({**sums.compute(ranks), **metrics.compute()})
+        # Without outputs, the metrics would be those of no samples, such as an accuracy of 0.
+        values = as_floats({**sums.compute(ranks), **(metrics.compute() if has_outputs else {})})
         if evaluate_part is not None:
             values |= _evaluate_parts(model, dataset, evaluate_part, device, halves, taken=values)
         return ranks.broadcast_object(values)

@@ -89,7 +89,10 @@ def sanity_check(objective: Objective, run: Run) -> dict[str, float]:
             _check_outputs(objective, run, run.step_function.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is not a metric of {owner}; {suggest_names(metric, list(scores))}")
+        hint = suggest_names(metric, list(scores))
+        if overrides(objective, "step"):
+            hint += "; or let step() return outputs and targets"
+        raise MetricError(metric, f"is not a metric of {owner}; {hint}")
     run.measurer.sanity_check(run.eval_model, scores)
     return scores
 

@@ -322,6 +322,19 @@ def test_mistakes_are_reported_before_training(objective_with, replaced, message
     assert not session.saved
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "macro_f1", "auroc"])
+def test_a_step_without_outputs_has_no_metrics_of_outputs(objective_with, metric):
+    """The metrics of no samples, such as an accuracy of 0, would look like a result."""
+
+    def step(_self, model, batch, _config):
+        return Step(functional.cross_entropy(model(batch.x), batch.y))
+
+    with pytest.raises(ObjectiveError, match=rf"^metric '{metric}' .*; or let step\(\) return outputs and targets$"):
+        fit(objective_with(step=step, metric=metric))
+    own = objective_with(step=step, metric="loss", direction="minimize")
+    assert set(fit(own).history[-1].metrics) >= {"val_loss"}
+
+
 def test_a_step_may_have_outputs_in_validation_only(objective_with, tmp_path):
     """Outputs of training may be too large, or of another model."""
 
