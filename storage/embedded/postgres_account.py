@@ -21,8 +21,8 @@ from hpsearch.storage.embedded.postgres_binaries import Binaries
 from hpsearch.storage.errors import StorageError
 
 # Ids for root's Postgres that no other program uses: neither distributions nor systemd assign them. Processes of the
-# users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user. The second range
-# is for systems on which users have the first one for their containers.
+# users `nobody` and `postgres` could read the data directory of a Postgres that runs as the same user. If the first
+# range belongs to a user's subordinate ids, for rootless containers, an id of the second range is used.
 _DEDICATED_IDS = (*range(65520, 65532), *range(2147352540, 2147352552))
 _SUBORDINATE_IDS = (Path("/etc/subuid"), Path("/etc/subgid"))  # lines `USER:FIRST:COUNT`
 _FORMER_USERS = ("postgres", "nobody")  # root's Postgres ran as one of these users in earlier versions
