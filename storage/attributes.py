@@ -14,6 +14,7 @@ CHECKPOINT_URL = "hpsearch:checkpoint_url"
 FOLDER_NAME = "hpsearch:folder"  # name of the study's folders; unique, because other databases may share the disk
 SOURCE_SHA256 = "hpsearch:objective_sha256"  # hash of the objective's source file at the creation of the study
 RESTORED = "hpsearch:restored"  # true: the study is from a backup, and its objective needs the user's confirmation
+RESTORED_CHECKPOINTS = "hpsearch:restored_checkpoints"  # true: they need a confirmation if they may run code
 VERSION = "hpsearch:release"  # version of hpsearch that created the study
 SMOKE_TEST = "hpsearch:smoke"  # result of the smoke test, one sentence
 BOUNDS = "hpsearch:bounds"  # declared bounds of the metric: [low, high], each null if there is none

@@ -151,8 +151,8 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
 
     This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
     changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
-    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url, and the files in the
-    checkpoints of a custom training loop.
+    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url, and checkpoints that
+    may run code.
     """
     from hpsearch.objectives.references import BUILTIN
     from hpsearch.search.api.opening import open_study
@@ -171,7 +171,7 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
     if not yes and not confirm(f"may hpsearch use {escape_line(named)} with your rights?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
-    study.trust_code(code)
+    study.trust_code(code, with_checkpoints=True)
     echo(f"commands on this machine may use {named}")
 
 

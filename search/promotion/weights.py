@@ -23,7 +23,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import ExportableModel
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.checkpoint_origin import find_foreign_part, replace_config
+from hpsearch.search.study.checkpoint_origin import find_foreign_part, find_unsafe_part, replace_config
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
@@ -88,6 +88,8 @@ class BestWeights:
                 f"checkpoints/best.pt in the run of trial {number} belongs to another training run "
                 f"({foreign}); {self.error_end}; restore the file that the trial logged"
             )
+        if unsafe := find_unsafe_part(best):
+            raise SearchError(f"checkpoints/best.pt of trial {number} was not loaded: {unsafe}; {self.error_end}")
         return replace_config(objective, self.trial, best)
 
     def verify_score(self, restored: RestoredModel) -> None:

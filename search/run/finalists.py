@@ -39,7 +39,7 @@ from hpsearch.search.run.fleet import (
     warn_on_mlflow_error,
 )
 from hpsearch.search.services import Services
-from hpsearch.search.study.checkpoints import choose_checkpoint_url, store_checkpoint_url
+from hpsearch.search.study.checkpoints import check_checkpoint_url, store_checkpoint_url
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.study_tracking import resolve_tracking
 from hpsearch.search.study.summary import summarise
@@ -141,7 +141,7 @@ def _load_objective(services: Services, study: StoredStudy, options: WorkerOptio
     """
     objective = study.objective()
     study.check_restored(objective)
-    choose_checkpoint_url(study, objective, services.home, options.checkpoint_url)
+    check_checkpoint_url(study, objective, services.home, options.checkpoint_url)
     return objective
 
 

@@ -211,7 +211,7 @@ def warn_on_mlflow_error(console: Console, what: str, again: str) -> Iterator[No
 
 def flush_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
     """Send the study's records in this machine's outbox to all trackers, and print the number of unsent trials."""
-    checkpoints = open_checkpoints(study, services.home, None)
+    checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
     def resend_winner() -> None:

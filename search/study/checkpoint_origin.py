@@ -2,15 +2,18 @@
 
 Other users of the database and of MLflow can replace the file. Its configuration would reach the objective's code,
 which may use it to choose a file, a class or a package. So the objective gets the configuration that `suggest` returns
-for the trial, and none from the file.
+for the trial, and none from the file. Its extra states would reach `set_extra_state` of the model's layers, which may
+unpickle them, as those of TransformerEngine do. So a file that others can replace must have no extra states.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from optuna.trial import FrozenTrial
+from torch import Tensor
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import config_to_json
@@ -21,6 +24,8 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.study.ranking import get_first_value, get_last_params
 from hpsearch.search.study.study import StoredStudy
+
+_ALLOW = "HPSEARCH_ALLOW_EXTRA_STATE"
 
 
 def find_foreign_part(study: StoredStudy, trial: FrozenTrial, best: Mapping[str, Any]) -> str | None:
@@ -50,3 +55,36 @@ def replace_config(objective: BaseObjective, trial: FrozenTrial, best: Mapping[s
     except ObjectiveError as error:
         raise SearchError(f"trial {trial.number}: {error}; restore the search space of the study") from error
     return {**best, "config": plain}
+
+
+def find_unsafe_part(state: Mapping[str, Any]) -> str | None:
+    """Return why a checkpoint that others can replace must not be loaded into a model; None if it may be loaded.
+
+    The user can allow it by an environment variable.
+    """
+    if os.environ.get(_ALLOW) == "1" or (name := _find_extra_state(state, "")) is None:
+        return None
+    return (
+        f"{name} is extra state of a layer, which may run as code when it is loaded, and others may have changed the "
+        f"file; if you trust everyone who can write it, set {_ALLOW}=1"
+    )
+
+
+def _find_extra_state(tree: Any, name: str) -> str | None:
+    """Return the path of the first extra state that may contain a pickle; None if there is none.
+
+    The bytes of a tensor of any type can be a pickle, also those of a meta tensor, whose data is in shards.
+    """
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for key, part in items:
+        path = f"{name}.{key}" if name else str(key)
+        if str(key).endswith("_extra_state") and not _is_harmless(part):
+            return path
+        if (found := _find_extra_state(part, path)) is not None:
+            return found
+    return None
+
+
+def _is_harmless(extra_state: Any) -> bool:
+    is_empty = isinstance(extra_state, Tensor) and extra_state.numel() == 0
+    return is_empty or extra_state is None or isinstance(extra_state, (bool, int, float))

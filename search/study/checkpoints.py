@@ -17,7 +17,7 @@ from hpsearch.objectives.references import BUILTIN
 from hpsearch.redaction import redact
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import CHECKPOINT_URL
+from hpsearch.storage.attributes import CHECKPOINT_URL, RESTORED_CHECKPOINTS
 from hpsearch.storage.checkpoints.pointers import drop_pointers, find_referenced_paths, read_ended_trials, read_pointers
 from hpsearch.storage.checkpoints.store import (
     CheckpointStore,
@@ -44,13 +44,23 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
         SearchError: the stored URL is invalid.
         StorageError: the URL cannot be used.
     """
-    given = url or read_checkpoint_url(study) or str(home / "checkpoints")
-    store, shared = CheckpointStore(given), study.spec.pruner.shares_checkpoints
-    return StudyCheckpoints(store, study.engine, study.study_id, folder=study.folder, are_shared=shared)
+    stored = read_checkpoint_url(study)
+    return StudyCheckpoints(
+        CheckpointStore(url or stored or str(home / "checkpoints")),
+        study.engine,
+        study.study_id,
+        folder=study.folder,
+        are_shared=study.spec.pruner.shares_checkpoints,
+        is_trusted=(url is not None or _is_own(stored, home)) and not study.attrs.get(RESTORED_CHECKPOINTS),
+    )
 
 
-def choose_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Path, url: str | None) -> str:
-    """Return the checkpoint URL with which a command trains a study, and check that a custom loop may read from it.
+def _is_own(stored: str | None, home: Path) -> bool:
+    return stored is None or is_below(stored, str(home / "checkpoints"))
+
+
+def check_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Path, url: str | None) -> None:
+    """Check that a custom training loop may load checkpoints from the stored URL of its study.
 
     A custom training loop may load its checkpoints with a library that unpickles them, such as DeepSpeed. Every
     worker's database role can write the stored URL, also by deleting the study and creating it again. So for a custom
@@ -65,15 +75,14 @@ def choose_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Pa
     Raises:
         SearchError: the stored URL is elsewhere, or invalid.
     """
-    default, stored = str(home / "checkpoints"), read_checkpoint_url(study)
+    stored = read_checkpoint_url(study)
     may_unpickle = isinstance(objective, LoopObjective) and study.spec.objective not in BUILTIN
-    if may_unpickle and url is None and stored is not None and not is_below(stored, default):
+    if may_unpickle and url is None and stored is not None and not _is_own(stored, home):
         raise SearchError(
             f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database names, "
             "and the training loop of its objective may run code in them; if you trust this address, add "
             f"--checkpoint-url {shlex.quote(stored)}"
         )
-    return url or stored or default
 
 
 def read_checkpoint_url(study: StoredStudy) -> str | None:
@@ -159,6 +168,8 @@ class StudyCheckpoints:
         study_id: id of the study.
         folder: name of the study's folder in the store, which is unique across databases.
         are_shared: whether trials copy checkpoints of other trials, so that a file may belong to several trials.
+        is_trusted: whether the user has chosen or confirmed the origin of the files; False if only the database names
+            their address, or if they were restored from a backup.
     """
 
     def __init__(
@@ -169,12 +180,14 @@ class StudyCheckpoints:
         *,
         folder: str,
         are_shared: bool = False,
+        is_trusted: bool = True,
     ) -> None:
         self.files = checkpoints
         self.engine = engine
         self.study_id = study_id
         self.folder = folder
         self.are_shared = are_shared
+        self.is_trusted = is_trusted
 
     def remove(self, paths: Collection[str]) -> None:
         """Remove checkpoint files to which no pointer refers any more, except files that another trial has copied.

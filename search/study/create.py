@@ -31,7 +31,7 @@ from hpsearch.search.freeze_thaw.warm_start import WARM_START_KEY, WarmStartData
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.resolve import resolve_metric_settings, resolve_spec
 from hpsearch.search.spec.spec import StudySpec, parse_parent_name
-from hpsearch.search.study.checkpoints import choose_checkpoint_url, store_checkpoint_url
+from hpsearch.search.study.checkpoints import check_checkpoint_url, store_checkpoint_url
 from hpsearch.search.study.enqueue import Configurations, check_budget, default_params, make_waiting_trial, read_rows
 from hpsearch.search.study.enqueue import enqueue as enqueue_missing
 from hpsearch.search.study.population import fit_population
@@ -346,7 +346,7 @@ def begin_search(
         show("opening the study; a new one first checks the objective, and loads its data")
         storage = open_storage(services.storage_url, application_name="hpsearch run")
         study, created = create_or_join(storage, settings, objective, check=check, inspect=inspect, enqueued=enqueued)
-        choose_checkpoint_url(study, objective, services.home, checkpoint_url)  # the workers check it too
+        check_checkpoint_url(study, objective, services.home, checkpoint_url)  # the workers check it too
         study.set_attr(TRACKING_URI, services.open_tracking().uri)
         with suppress(StorageError):  # without the record, the code is accepted until it changes
             study.trust_code(read_code(study.spec.objective))  # the caller has named the objective

@@ -30,6 +30,7 @@ from hpsearch.storage.attributes import (
     FOLDER_NAME,
     LEAKS,
     RESTORED,
+    RESTORED_CHECKPOINTS,
     RUN_ID,
     SOURCE_SHA256,
     SPEC,
@@ -221,7 +222,7 @@ class StoredStudy:
 
         Libraries such as DeepSpeed unpickle the files that a custom training loop has stored in its checkpoints.
         """
-        is_relevant = self.attrs.get(RESTORED) and self.spec.objective not in BUILTIN
+        is_relevant = self.attrs.get(RESTORED_CHECKPOINTS) and self.spec.objective not in BUILTIN
         return ["the files in its checkpoints"] if is_relevant and has_pointers(self.engine, self.study_id) else []
 
     def check_restored(self, objective: BaseObjective | None = None) -> None:
@@ -235,22 +236,27 @@ class StoredStudy:
             SearchError: the user has to confirm them.
         """
         loaded = self.restored_checkpoints if isinstance(objective, LoopObjective) else []
-        if (named := [*self.external_settings, *loaded]) and self.attrs.get(RESTORED):
+        if named := [*(self.external_settings if self.attrs.get(RESTORED) else ()), *loaded]:
             name = self.spec.name
             raise SearchError(
                 f"study {name!r} was restored from a backup and uses {' and '.join(named)}; "
                 f"if you trust this, confirm it with: {format_command('trust', name)}"
             )
 
-    def trust_code(self, code: Code | None) -> None:
+    def trust_code(self, code: Code | None, *, with_checkpoints: bool = False) -> None:
         """Record that the user confirms the code of the study's objective, and its `external_settings`.
+
+        Args:
+            code: code of the objective.
+            with_checkpoints: whether the user also confirms the checkpoints of a restored study.
 
         Raises:
             StorageError: the record cannot be written.
         """
         record_trust(self.spec.objective, code)
-        if self.attrs.get(RESTORED):
-            self.set_attr(RESTORED, None)
+        for mark in (RESTORED, RESTORED_CHECKPOINTS) if with_checkpoints else (RESTORED,):
+            if self.attrs.get(mark):
+                self.set_attr(mark, None)
 
     def source_warning(self, objective: BaseObjective) -> str | None:
         """Return a warning if the objective's code has changed since the study was created."""

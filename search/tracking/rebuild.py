@@ -20,7 +20,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS, SearchError
-from hpsearch.search.study.checkpoint_origin import find_foreign_part, replace_config
+from hpsearch.search.study.checkpoint_origin import find_foreign_part, find_unsafe_part, replace_config
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.ranking import get_first_value
 from hpsearch.search.study.study import StoredStudy
@@ -128,6 +128,8 @@ def _rebuild_result(
     last = folder / "last.pt"
     checkpoints.files.get(next(iter(files.values())), last)
     state = checkpoint.read(last)
+    if not checkpoints.is_trusted and (unsafe := find_unsafe_part(state)):
+        raise SearchError(f"the checkpoint was not loaded: {unsafe}")
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):
         raise SearchError(

@@ -15,6 +15,7 @@ import tenacity
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
+from hpsearch.search.study.checkpoint_origin import find_unsafe_part
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.store import (
     StoredFile,
@@ -130,8 +131,8 @@ class TrialCheckpoints:
         Local files without a pointer are ignored, because their epochs were never reported.
 
         Raises:
-            CheckpointStoreError: the store was unavailable for a minute. The attempt does not start from scratch,
-                because that would discard the trained epochs.
+            CheckpointStoreError: the store was unavailable for a minute, or the state is unsafe to load. The attempt
+                does not start from scratch, because that would discard the trained epochs.
         """
         self._files.remove_leftovers()
         if self._claim.attempt > 1:
@@ -145,6 +146,8 @@ class TrialCheckpoints:
             except (StoredCheckpointError, CheckpointError) as error:
                 log.warning("trial %d: cannot resume after epoch %d: %s", self._claim.number, epoch + 1, error)
                 continue
+            if not self._study.is_trusted and (unsafe := find_unsafe_part(state)):
+                raise CheckpointStoreError(f"the checkpoint after epoch {epoch + 1} was not loaded: {unsafe}")
             self._prepare_run_dir(state)
             return state
         if self._known:
@@ -221,10 +224,12 @@ def _list_parts(path: str, state: dict[str, Any]) -> dict[str, StoredFile]:
     Raises:
         StoredCheckpointError: the checkpoint names files with other names than those of shards.
     """
-    manifest = state.get("shards", {"folder": "", "files": {}})
+    if "shards" not in state:
+        return {}
+    manifest = state["shards"]
     folder = PurePosixPath(manifest["folder"]).name
     parts = {f"{folder}/{name}": StoredFile(get_part_path(path, name), **f) for name, f in manifest["files"].items()}
-    if folder == ".." or not all(is_checkpoint_path(part.path) for part in parts.values()):
+    if folder in ("", "..") or not all(is_checkpoint_path(part.path) for part in parts.values()):
         raise StoredCheckpointError(f"{path} names files that are not shards")
     return parts
 

@@ -13,6 +13,7 @@ from hpsearch.storage.attributes import (
     MODEL,
     PENDING,
     RESTORED,
+    RESTORED_CHECKPOINTS,
     RUN_ID,
     RUN_URL,
     SPEC,
@@ -71,14 +72,14 @@ def _is_plain_text(value: Any) -> bool:
 
 
 def mark_restored(cursor: Any) -> None:
-    """Mark all studies as restored, so that no command imports their objectives before the user confirms them."""
+    """Mark all studies as restored, so that the user has to confirm their objectives and checkpoints."""
     cursor.execute(
         """
         INSERT INTO study_user_attributes (study_id, key, value_json)
-        SELECT study_id, %s, 'true' FROM study_user_attributes WHERE key = %s
+        SELECT study_id, mark, 'true' FROM study_user_attributes, unnest(%s) AS mark WHERE key = %s
         ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
         """,
-        (RESTORED, SPEC),
+        ([RESTORED, RESTORED_CHECKPOINTS], SPEC),
     )
 
 

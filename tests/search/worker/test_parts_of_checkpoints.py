@@ -55,7 +55,7 @@ def test_the_previous_checkpoint_is_used_if_a_shard_is_damaged_or_gone(
     ], "what was brought of the other is gone"
 
 
-@pytest.mark.parametrize(("folder", "name"), [("x", "../../y"), ("x/..", ".metadata")])
+@pytest.mark.parametrize(("folder", "name"), [("x", "../../y"), ("x/..", ".metadata"), ("", ".metadata")])
 def test_a_checkpoint_that_names_other_files_as_shards_is_rejected(study: Study, folder: str, name: str) -> None:
     first = study.attempt(1)
     state = {**state_after(1), "shards": {"folder": folder, "files": {name: {"sha256": "0", "size": 1}}}}

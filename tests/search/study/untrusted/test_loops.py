@@ -12,13 +12,13 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.loading import load_objective
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.study.checkpoints import choose_checkpoint_url
+from hpsearch.search.study.checkpoints import check_checkpoint_url, open_checkpoints
 from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.trust import read_code, record_trust
 from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import CHECKPOINT_URL, RESTORED, SPEC
+from hpsearch.storage.attributes import CHECKPOINT_URL, RESTORED, RESTORED_CHECKPOINTS, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
 from tests.search.study.untrusted.support import make_study
@@ -56,9 +56,9 @@ def start_worker(database_url: str) -> None:
 
 
 def test_checkpoints_of_a_restored_custom_loop_need_a_confirmation(
-    storage: PostgresStorage, reference: str, database_url: str
+    storage: PostgresStorage, reference: str, database_url: str, home: Path
 ) -> None:
-    make_study_of(storage, reference, **{RESTORED: True})
+    make_study_of(storage, reference, **{RESTORED: True, RESTORED_CHECKPOINTS: True})
     study, objective = load_study(storage, "s"), load_objective(reference)
     study.check_restored(objective)  # without checkpoints
     with storage.engine.begin() as connection:
@@ -71,9 +71,11 @@ def test_checkpoints_of_a_restored_custom_loop_need_a_confirmation(
         start_worker(database_url)
     study.check_restored()  # for commands that do not train
     assert study.attrs[RESTORED]
+    assert not open_checkpoints(study, home, None).is_trusted
 
     assert run_command(["trust", "s", "--yes"]) == 0
     study.check_restored(objective)
+    assert open_checkpoints(study, home, None).is_trusted
 
 
 def test_a_command_loads_checkpoints_of_a_custom_loop_only_from_a_configured_address(
@@ -81,16 +83,19 @@ def test_a_command_loads_checkpoints_of_a_custom_loop_only_from_a_configured_add
 ) -> None:
     """A worker's role can store the address in a study without one, or create a study of this name with it."""
     study_id = make_study_of(storage, reference)
-    study, loop, own = load_study(storage, "s"), load_objective(reference), str(home / "checkpoints")
-    assert choose_checkpoint_url(study, loop, home, None) == own
+    study, loop = load_study(storage, "s"), load_objective(reference)
+    assert open_checkpoints(study, home, None).is_trusted
+    check_checkpoint_url(study, loop, home, None)
     storage.set_study_user_attr(study_id, CHECKPOINT_URL, _ELSEWHERE)
     message = f"an address that only the database names.* add --checkpoint-url {_ELSEWHERE}"
     with pytest.raises(SearchError, match=message):
-        choose_checkpoint_url(study, loop, home, None)
+        check_checkpoint_url(study, loop, home, None)
+    assert not open_checkpoints(study, home, None).is_trusted
     monkeypatch.setenv("HPSEARCH_FLEET_STUDY", f"s/{study_id}")
     with pytest.raises(SearchError, match=message):
         start_worker(database_url)
-    assert choose_checkpoint_url(study, loop, home, _ELSEWHERE) == _ELSEWHERE
+    check_checkpoint_url(study, loop, home, _ELSEWHERE)
+    assert open_checkpoints(study, home, _ELSEWHERE).is_trusted
 
 
 @pytest.mark.parametrize("named", ["digits", "gan"])
@@ -99,4 +104,4 @@ def test_built_in_objectives_load_checkpoints_from_the_stored_address(
 ) -> None:
     make_study_of(storage, named, **{CHECKPOINT_URL: _ELSEWHERE, RESTORED: True})
     objective: BaseObjective = load_objective(named)
-    assert choose_checkpoint_url(load_study(storage, "s"), objective, home, None) == _ELSEWHERE
+    check_checkpoint_url(load_study(storage, "s"), objective, home, None)
