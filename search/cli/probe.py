@@ -106,6 +106,8 @@ def _probe(reference: str) -> str | None:
                 load_objective(reference)
         finally:
             os._exit(_ENDED)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    kill_session(pid)  # programs that the import has started
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))

@@ -65,16 +65,18 @@ def choose_refit_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) ->
     """
     of = chosen.finalists_of
     runs = [trial for trial in chosen.trials(TrialState.COMPLETE) if of.get_trial_and_seed(trial.number)[0] == winner]
-    return statistics.median_high([epoch + 1 for run in runs for epoch in _get_chosen_epochs(run, study.spec.maximize)])
+    return statistics.median_high([epoch + 1 for run in runs for epoch in get_chosen_epochs(run, study.spec.maximize)])
 
 
-def _get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
+def get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
     """Return the best epoch of a run, counted from 0.
 
     For a run whose validation samples were halved, return the best epoch according to each half.
     """
-    if epochs := run.user_attrs.get(RESPLIT_SCORE, {}).get("epochs"):
-        return list(epochs)
+    record = run.user_attrs.get(RESPLIT_SCORE)
+    stored = record.get("epochs") if isinstance(record, dict) else None
+    if stored and isinstance(stored, list) and all(isinstance(epoch, int) for epoch in stored):  # otherwise damaged
+        return stored
     sign = -1 if maximize else 1
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]
 

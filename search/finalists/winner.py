@@ -142,11 +142,15 @@ class ExpectedScore:
 
 
 def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore | None:
-    """Return the score of a run from its stored record; None if `record` is None."""
+    """Return the score of a run from its stored record; None if `record` is None or damaged."""
     if record is None:
         return None
-    train, val, test = record["sizes"]
-    return RunScore(value, record["error"], train, val, test, record["divided"])
+    try:
+        train, val, test = map(int, record["sizes"])
+        error = None if record["error"] is None else float(record["error"])
+        return RunScore(value, error, train, val, test, bool(record["divided"]))
+    except (KeyError, TypeError, ValueError, OverflowError):  # every worker's database role can write the record
+        return None
 
 
 def estimate_test_score(

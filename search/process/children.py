@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from hpsearch.search.process.exits import EXIT_DONE
 
 if TYPE_CHECKING:
     import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @functools.cache  # the patches must be applied once
@@ -65,10 +68,30 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
+def adopt_orphans() -> None:
+    """Let this process become the parent of descendants whose parents end, so that `end_session` finds them (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def end_session() -> list[int]:
-    """Kill the processes that code of the objective left in this worker's own session, and return their PIDs."""
-    own = os.getpid()
-    return kill_session(own) if os.getsid(0) == own else []  # a worker in a terminal is in the session of a shell
+    """Kill the processes that code of the objective left in this worker's session, and return their PIDs.
+
+    A worker that was started in a shell is in the session of the shell. Then only its descendants are killed. Services
+    are in sessions of their own.
+    """
+    import psutil
+
+    own, session = os.getpid(), os.getsid(0)
+    if session == own:
+        return kill_session(own)
+    return _kill_in_session(psutil.Process(own).children(recursive=True), session)
+
+
+def end_started_programs() -> None:
+    """Kill the programs that an objective's code has started in this process, if it may have been imported."""
+    if "torch" in sys.modules:
+        end_session()
 
 
 def kill_descendants(pid: int) -> None:
@@ -86,10 +109,16 @@ def kill_session(leader: int) -> list[int]:
     """Kill the other processes of a worker's session, also those whose parents have ended, and return their PIDs."""
     import psutil
 
+    return _kill_in_session((process for process in psutil.process_iter() if process.pid != leader), leader)
+
+
+def _kill_in_session(processes: Iterable[psutil.Process], session: int) -> list[int]:
+    import psutil
+
     left = list[int]()
-    for process in psutil.process_iter():
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != leader and os.getsid(process.pid) == leader and not _is_resource_tracker(process):
+            if os.getsid(process.pid) == session and not _is_resource_tracker(process):
                 process.kill()
                 left.append(process.pid)
     return left

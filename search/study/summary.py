@@ -31,7 +31,9 @@ def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
 def format_folds(spec: StudySpec, trial: FrozenTrial) -> str:
     """Return the number of folds, and the standard error of their mean; empty for a trial without folds."""
     error = trial.user_attrs.get(FOLDS_ERROR)
-    return "" if error is None else f" (mean of {spec.folds} folds, standard error {error:.2g})"
+    if not isinstance(error, int | float):  # every worker's database role can write it
+        return ""
+    return f" (mean of {spec.folds} folds, standard error {error:.2g})"
 
 
 def list_violations(spec: StudySpec, trial: FrozenTrial) -> list[str]:

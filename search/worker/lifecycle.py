@@ -12,7 +12,7 @@ import torch
 from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
-from hpsearch.search.process.children import end_session
+from hpsearch.search.process.children import adopt_orphans, end_session
 from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE
 from hpsearch.search.process.signals import StopEvent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
@@ -67,6 +67,8 @@ def run_worker(
         ObjectiveError: the objective cannot be loaded on this machine.
         StorageError: a service is unavailable.
     """
+    if is_own_process:
+        adopt_orphans()
     context = WorkerContext(name, options, stop)
     # With several ranks, a signal may mean that another rank has died, and such an attempt is not without cost.
     if is_own_process and options.world_size == 1:

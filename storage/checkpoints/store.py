@@ -317,6 +317,8 @@ def _open(url: str, head: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
         raise StorageError(f"{head} is empty; give a folder or a URL such as s3://bucket/prefix")
+    if "::" in url and "://" in url:  # drivers of caches ignore the checks of this module
+        raise StorageError(f"{head} is a chain of URLs; use the last URL of the chain")
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():
@@ -326,7 +328,7 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         raise StorageError(
             f"{head} contains ? or #, after which drivers ignore the rest of the URL; use a URL without them"
         )
-    if "hdfs" in protocol:  # the last part of a chain of URLs, too
+    if "hdfs" in protocol:
         load_hdfs_library()
     try:
         fs, root = fsspec.core.url_to_fs(url)

@@ -42,7 +42,8 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
 
 LEFT = """
 import os, subprocess, sys, time
-from hpsearch.search.process.children import end_session
+from hpsearch.search.process.children import adopt_orphans, end_session
+adopt_orphans()
 children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
 orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
 subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
@@ -51,9 +52,10 @@ print(ended, os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
 """
 
 
-def test_a_worker_kills_the_processes_that_code_of_the_objective_left() -> None:
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_a_worker_kills_the_processes_that_code_of_the_objective_left(*, is_leader: bool) -> None:
     command = [sys.executable, "-c", LEFT]
-    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, start_new_session=is_leader, capture_output=True, text=True, check=True)
     assert done.stdout == "True 9 9\n"
 
 

@@ -202,6 +202,7 @@ def test_a_folder_without_write_access_is_an_error(tmp_path: Path, local: Path) 
         ("foo://bucket", ["unknown protocol 'foo'", "s3"]),
         ("s3://bucket/file?versionId=", ["contains ? or #", "without them"]),
         ("memory://a#1", ["contains ? or #"]),
+        ("simplecache::webhdfs://host/x", ["is a chain of URLs", "the last URL"]),
         ("/folder/\udcff", ["is not valid UTF-8"]),
         ("", ["is empty", "s3://bucket/prefix"]),
         ("file://relative/folder", ["not an absolute path", "three slashes"]),

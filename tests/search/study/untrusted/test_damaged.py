@@ -11,12 +11,18 @@ from optuna.distributions import FloatDistribution
 
 from hpsearch.search.api.studies import delete_study, list_studies
 from hpsearch.search.cli import run_command
+from hpsearch.search.finalists.refit import get_chosen_epochs
+from hpsearch.search.finalists.winner import read_run_score
+from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import load_study
+from hpsearch.search.study.summary import format_folds
 from hpsearch.storage.attributes import (
     EARLY_TERMINATION,
     FOLDER_NAME,
+    FOLDS_ERROR,
     LEAKS,
     REASON,
+    RESPLIT_SCORE,
     RUN_ID,
     SPEC,
     TRACKING,
@@ -124,6 +130,17 @@ def test_a_damaged_promotion_is_left_out(
         connection.execute(statement, {"study": study, "at": promoted_at, "evidence": evidence})
     assert [row.name for row in list_studies()] == ["s"]
     assert run_command(["show", "s"]) == 0
+
+
+@pytest.mark.parametrize("record", ["x", [], {}, {"sizes": "x"}, {"sizes": [1, 2, [3]], "epochs": [[0], 1]}])
+def test_a_damaged_record_of_a_run_is_left_out(record: object) -> None:
+    run = optuna.trial.create_trial(
+        value=0.5, user_attrs={RESPLIT_SCORE: record, FOLDS_ERROR: record}, intermediate_values={0: 0.4, 1: 0.5}
+    )
+    spec = parse_spec(spec_of(name="none").model_dump())
+    assert read_run_score(0.5, run.user_attrs[RESPLIT_SCORE]) is None
+    assert format_folds(spec, run) == ""
+    assert get_chosen_epochs(run, maximize=True) == [1]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '{"name": "CategoricalDistribution", "attributes": {}}'])
