@@ -174,8 +174,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     for logger in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # verbose about dead ranks
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     fork = can_fork()
-    adopt_orphans()
-    with make_private_folder() as folder, _stop_ranks_on_signals(folder, options.grace) as stop:
+    with adopt_orphans(), make_private_folder() as folder, _stop_ranks_on_signals(folder, options.grace) as stop:
         place = find_rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # otherwise the launcher opens a port on all addresses of this machine
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

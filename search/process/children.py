@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +68,19 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
-def adopt_orphans() -> None:
-    """Let this process become the parent of descendants whose parents end, so that `end_session` finds them (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+@contextlib.contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """Make this process the parent of descendants whose parents end, so that `end_session` finds them (on Linux)."""
+
+    def set_subreaper(value: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, value)
+
+    set_subreaper(1)
+    try:
+        yield
+    finally:
+        set_subreaper(0)
 
 
 def end_session() -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.objectives.base_objective import BaseObjective
-from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.search.console import format_command, pluralize, show_steps
@@ -43,6 +43,7 @@ from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import DEVICES
 from hpsearch.storage.database.retry import limit_retries
 from hpsearch.storage.errors import ServiceUnavailableError
+from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.trials.history import read_attempts
 from hpsearch.storage.trials.lost_attempts import count_running_trials
 
@@ -100,10 +101,10 @@ def run_search(  # noqa: PLR0913 keywords
     """
     spec = study.spec
     check_not_stopped(study)
-    with show_steps(console) as show_step:
+    with show_steps(console) as show_step, _delete_rejected(study, created=created):
         if workers:
             require_measurable(spec, options.device)
-        objective = _load_objective(study, loaded, created=created)
+        objective = study.objective(loaded=loaded)
         services = resolve_tracking(services, study, required=options.tracking_required)
         start_timeout(study)
         tracking_error = open_study_run(services, study, required=options.tracking_required)
@@ -144,14 +145,24 @@ def run_search(  # noqa: PLR0913 keywords
         return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 
-def _load_objective(study: StoredStudy, loaded: BaseObjective | None, *, created: bool) -> BaseObjective:
-    """Return the objective; delete a new study whose file was changed to one that cannot be loaded."""
+@contextmanager
+def _delete_rejected(study: StoredStudy, *, created: bool) -> Iterator[None]:
+    """Delete a new study if this block fails, for example because MLflow's experiment was deleted."""
     try:
-        return study.objective(loaded=loaded)
-    except ObjectiveError:
-        if created and not count_running_trials(study.engine, study.study_id):
-            study.storage.delete_study(study.study_id)
+        yield
+    except TrackingUnavailableError:
+        _delete_unused(study, created=created)
         raise
+    except (StorageInternalError, DBAPIError, ServiceUnavailableError):  # the database is unavailable
+        raise
+    except Exception:
+        _delete_unused(study, created=created)
+        raise
+
+
+def _delete_unused(study: StoredStudy, *, created: bool) -> None:
+    if created and not count_running_trials(study.engine, study.study_id):
+        study.storage.delete_study(study.study_id)
 
 
 def _print_begin(

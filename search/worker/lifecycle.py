@@ -48,7 +48,10 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
             process at once while a trial starts.
     """
     log_as_worker()
-    return run_worker(name, options, stop, is_own_process=stop is None)
+    if stop is not None:
+        return run_worker(name, options, stop)
+    with adopt_orphans():
+        return run_worker(name, options, stop, is_own_process=True)
 
 
 def run_worker(
@@ -67,8 +70,6 @@ def run_worker(
         ObjectiveError: the objective cannot be loaded on this machine.
         StorageError: a service is unavailable.
     """
-    if is_own_process:
-        adopt_orphans()
     context = WorkerContext(name, options, stop)
     # With several ranks, a signal may mean that another rank has died, and such an attempt is not without cost.
     if is_own_process and options.world_size == 1:

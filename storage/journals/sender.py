@@ -39,6 +39,7 @@ class Sender:
             )
             for consumer in consumers
         ]
+        self._retried: set[tuple[str, str]] = set()  # orphaned journals that were assigned to a consumer, by names
         self._removing = 0  # fully consumed journals whose removal is in progress
         self.sent_trial_numbers: set[str] = set()  # trials with fully consumed and removed journals
 
@@ -163,8 +164,12 @@ class Sender:
                 cursor = journal.cursors[thread.consumer.name]
                 if cursor in thread.cursors or cursor.position.is_consumed:
                     continue
-                if cursor.position.rejection and not (is_orphan and self._should_retry_rejected):
+                attempt = (journal.name, thread.consumer.name)
+                may_retry = is_orphan and self._should_retry_rejected and attempt not in self._retried
+                if cursor.position.rejection and not may_retry:
                     continue
+                if is_orphan:
+                    self._retried.add(attempt)
                 cursor.position.rejection = None
                 thread.cursors.append(cursor)
                 thread.wake(is_urgent=True)  # its next round may be half a minute away

@@ -32,7 +32,7 @@ from hpsearch.storage.web.token import AUTH_NAME
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Experiment, Metric, Run
 
 EXPERIMENT_NAME = "hpsearch"
 _EXPERIMENT_NOTE = """Studies of hpsearch: a run per study, with a child run per trial.
@@ -171,8 +171,7 @@ class Tracking:
                 if found is None:
                     raise
         if found.lifecycle_stage == "deleted":
-            restore = f"mlflow experiments restore --experiment-id {shlex.quote(found.experiment_id)}"
-            raise StorageError(f"MLflow experiment {name!r} is deleted; restore it in the MLflow UI or with: {restore}")
+            raise StorageError(_describe_deletion(found))
         return str(found.experiment_id)
 
     def run_url(self, run_id: str) -> str:
@@ -337,11 +336,15 @@ class Tracking:
         """Return whether this server has the run; it may not if the study has moved to another tracking server.
 
         Raises:
-            RunDeletedError: a user deleted the run in the MLflow UI, so no new run may be created for the trial.
+            RunDeletedError: a user deleted the run or its experiment in the MLflow UI, so no new run may be created for
+                the trial.
         """
         if (run := get_or_none(self.client.get_run, run_id)) is None:
             return False
         if run.info.lifecycle_stage != "active":
+            experiment = get_or_none(self.client.get_experiment, run.info.experiment_id)
+            if experiment is not None and experiment.lifecycle_stage == "deleted":
+                raise RunDeletedError(_describe_deletion(experiment))
             raise RunDeletedError(f"MLflow run {run_id} was deleted in the MLflow UI; restore the run there")
         return True
 
@@ -349,6 +352,11 @@ class Tracking:
         tags = {**tags, "mlflow.user": _user_name(), "mlflow.source.name": "hpsearch"}
         run = self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
         return str(run.info.run_id)
+
+
+def _describe_deletion(experiment: Experiment) -> str:
+    restore = f"mlflow experiments restore --experiment-id {shlex.quote(experiment.experiment_id)}"
+    return f"MLflow experiment {experiment.name!r} is deleted; restore it in the MLflow UI or with: {restore}"
 
 
 def make_metrics(epoch: int, seconds: float, values: Mapping[str, float], model_id: str | None = None) -> list[Metric]:

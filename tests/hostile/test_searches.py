@@ -102,11 +102,12 @@ class Arena:
 
 
 def list_processes(home: Path, name: str) -> list[psutil.Process]:
-    """Return the living processes that write to the logs of a study, such as workers and their child processes."""
+    """Return the living processes that write to the logs of a study, and the programs that its objective started."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if any(file.path.startswith(f"{home}/logs/{name}-") for file in process.open_files()):
+            is_program = process.environ().get("HPSEARCH_HOME") == str(home)
+            if is_program or any(file.path.startswith(f"{home}/logs/{name}-") for file in process.open_files()):
                 found.append(process)
     return found
 

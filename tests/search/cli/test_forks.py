@@ -13,7 +13,8 @@ import pytest
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.template import write_template
 from hpsearch.search.cli import run_command
-from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 
@@ -187,16 +188,24 @@ def test_code_that_asks_at_the_terminal_fails_in_the_check() -> None:
     assert "No such device or address: '/dev/tty'" in ended.stdout
 
 
-def test_a_file_that_breaks_after_the_creation_leaves_no_study(
-    objective: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("hpsearch.search.study.study.StoredStudy.objective", ObjectiveError("wine.py:1: SyntaxError: invalid syntax")),
+        ("hpsearch.search.run.search.open_study_run", StorageError("MLflow experiment 'hpsearch' is deleted")),
+        ("hpsearch.search.run.search.open_study_run", TrackingUnavailableError("no MLflow server answers")),
+    ],
+)
+def test_an_error_after_the_creation_leaves_no_study(
+    objective: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], function: str, error: Exception
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise ObjectiveError("wine.py:1: SyntaxError: invalid syntax")
+        raise error
 
     command = ["run", objective, "--name", "broken", "--workers", "0", "--tracking-uri", "http://127.0.0.1:1"]
     with monkeypatch.context() as patch:
-        patch.setattr(StoredStudy, "objective", fail)
-        assert run_command(command) == 2
+        patch.setattr(function, fail)
+        assert run_command(command) in {1, 2}
     assert run_command(["show", "broken"]) == 2
     assert "no study 'broken'" in capsys.readouterr().err
     assert run_command([*command, "--trials", "3"]) == 0

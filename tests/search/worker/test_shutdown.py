@@ -43,11 +43,11 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
 LEFT = """
 import os, subprocess, sys, time
 from hpsearch.search.process.children import adopt_orphans, end_session
-adopt_orphans()
-children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
-orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
-subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
-ended = sorted(end_session()) == sorted([*children, orphan])
+with adopt_orphans():
+    children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
+    orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
+    subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
+    ended = sorted(end_session()) == sorted([*children, orphan])
 print(ended, os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
 """
 

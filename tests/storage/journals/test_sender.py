@@ -205,6 +205,12 @@ def test_rejected_records_are_kept_for_their_reader_until_a_retry(
     assert again.flush(60.0) == 0
     assert listeners[0].steps == [], "it is not tried again unasked"
     again.close()
+    listeners[0].error, listeners[0].asked = ValueError("not this"), 0
+    retry = begin(should_retry_rejected=True)
+    assert retry.flush(60.0) == retry.flush(60.0) == 0
+    assert listeners[0].asked == 1, "a second rejection is final"
+    retry.close()
+    listeners[0].error = None
     assert begin(should_retry_rejected=True).flush(60.0) == 0
     assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
     assert box.count_journals() == 0

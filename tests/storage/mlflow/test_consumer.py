@@ -44,7 +44,7 @@ from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow import model_export
-from hpsearch.storage.mlflow.client import Tracking, sanitize_name
+from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, sanitize_name
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -301,10 +301,13 @@ def test_a_deleted_experiment_is_an_error_of_one_line(stack: StackInfo) -> None:
     name = f"gone-{next(_numbers)}"
     made = Tracking(stack.tracking_uri, experiment=name).experiment_id
     tracking = Tracking(stack.tracking_uri, experiment=name)
+    run_id = tracking.client.create_run(made).info.run_id
     tracking.client.delete_experiment(made)
     command = rf"mlflow experiments restore --experiment-id {made}"
     with pytest.raises(StorageError, match=rf"^MLflow experiment '{name}' is deleted; restore it .* with: {command}$"):
         _ = tracking.experiment_id
+    with pytest.raises(RunDeletedError, match=rf"^MLflow experiment '{name}' is deleted; .* with: {command}$"):
+        tracking.has_run(run_id)
 
 
 def test_journals_of_a_deleted_study_are_removed(post: Post) -> None:
