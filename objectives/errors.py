@@ -60,6 +60,11 @@ def format_install_hint(error: BaseException) -> str:
     return f" (if it is a package, run `{format_install_command(_PACKAGE_BY_MODULE.get(module, module))}`)"
 
 
+def _format_prompt_hint(error: BaseException) -> str:
+    is_prompt = type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in str(error))
+    return " (remove breakpoint() and input(), which need a terminal)" if is_prompt else ""
+
+
 def format_install_command(package: str) -> str:
     """Return the command that installs a package into hpsearch's environment."""
     wrapper = os.environ.get("HPSEARCH_COMMAND")  # not set if hpsearch is installed from a wheel
@@ -125,7 +130,8 @@ def format_user_error(error: BaseException, file: Path | None = None) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{format_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    message = f"{type(error).__name__}: {_first_line(error)}{format_install_hint(error)}"
+    text = f": {line}" if (line := _first_line(error)) else ""
+    message = f"{type(error).__name__}{text}{format_install_hint(error)}{_format_prompt_hint(error)}"
     frame = _find_user_frame(error, file)
     return message if frame is None else f"{format_path(frame.filename)}:{frame.lineno}: {message}"
 

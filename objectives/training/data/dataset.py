@@ -25,6 +25,8 @@ from hpsearch.objectives.training.data.samples import (
 )
 from hpsearch.objectives.training.data.tree import Tree, index_rows, map_tensors, tensors, to_device
 
+_MAX_STREAM_LENGTH = 10**9  # an epoch holds the indices of its samples in memory
+
 
 class Stream:
     """Indexed access to the first `length` samples of an iterable, such as a PyTorch `IterableDataset`.
@@ -33,8 +35,14 @@ class Stream:
     """
 
     def __init__(self, source: Iterable[Any], length: int) -> None:
-        if not isinstance(length, int) or length < 1:
-            raise ObjectiveError(f"length, the number of samples per epoch, must be at least 1, not {length!r}")
+        if not isinstance(length, int) or not 1 <= length <= _MAX_STREAM_LENGTH:
+            limits = f"from 1 to {_MAX_STREAM_LENGTH:,}"
+            raise ObjectiveError(f"length, the number of samples per epoch, must be {limits}, not {length!r}")
+        if isinstance(source, Iterator):
+            raise ObjectiveError(
+                f"a {type(source).__name__} can be read only once; pass an iterable that starts again at each epoch, "
+                "such as an IterableDataset"
+            )
         self._source, self._length = source, length
         self._running: Iterator[Any] | None = None
         self._next = 0

@@ -48,6 +48,7 @@ from hpsearch.objectives.training.optimizers.optimizer import (
     build_optimizer,
     check_group_settings,
     complete_groups,
+    list_groups,
     parameter_groups,
     scale_lr,
 )
@@ -256,7 +257,7 @@ def _make_groups(objective: Objective, model: nn.Module, config: TrainConfig) ->
     with wrap_user_errors(f"{type(objective).__name__}.parameter_groups"):
         own = objective.parameter_groups(model, config)
         if own is not None:
-            return complete_groups(model, config, [_convert_settings(group) for group in own])
+            return complete_groups(model, config, [_convert_settings(group) for group in list_groups(own)])
     if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
     frozen = [

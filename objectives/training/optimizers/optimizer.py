@@ -6,7 +6,7 @@ import importlib
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, NamedTuple, cast
@@ -190,6 +190,25 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
+def list_groups(returned: Any) -> ParameterGroups:
+    """Return the parameter groups that an objective returned, each with a list of parameters.
+
+    Raises:
+        ObjectiveError: the objective did not return a list of dictionaries with parameters.
+    """
+    is_list = isinstance(returned, Iterable) and not isinstance(returned, (Mapping, Tensor))
+    groups: ParameterGroups = []
+    for group in returned if is_list else [returned]:
+        params = group.get("params") if is_list and isinstance(group, Mapping) else None
+        params = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else [None]
+        if not all(isinstance(parameter, Tensor) for parameter in params):
+            raise ObjectiveError(
+                "parameter_groups() must return a list such as [{'params': model.parameters(), 'lr': 0.1}]"
+            )
+        groups.append({**group, "params": params})
+    return groups
+
+
 def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGroups) -> ParameterGroups:
     """Return the parameter groups of an objective with defaults for name, learning rate and weight decay.
 
@@ -200,7 +219,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
     found: ParameterGroups = []
     for number, group in enumerate(groups):
         defaults = {"name": f"group{number}", "lr": config.lr, "weight_decay": config.weight_decay}
-        found.append({**defaults, **group, "params": list(group["params"])})
+        found.append({**defaults, **group})
         for setting in ("lr", "weight_decay"):
             value = found[-1][setting]
             if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:

@@ -103,6 +103,16 @@ def test_custom_parameter_groups_are_trained_at_their_rates(objective_with):
             "a parameter occurs twice in the parameter groups",
         ),
         *(
+            (lambda model, make=make: make(model), r"parameter_groups\(\) must return a list such as \[\{'params'")
+            for make in (
+                lambda model: model.parameters(),
+                lambda model: {"params": model.parameters()},
+                lambda _: [{"lr": 0.1}],
+                lambda model: [{"params": model.named_parameters()}],
+                lambda _: 5,
+            )
+        ),
+        *(
             (
                 lambda model, setting=setting, value=value: [{"params": model.parameters(), setting: value}],
                 rf"^parameter group 'group0' has {setting}=.*; give a number of at least 0$",
