@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _SECONDS = 10  # the import itself reports errors of slower imports, as far as the process survives them
 _REPORT_SECONDS = 60
+_QUIET_TRACKER = "ignore:resource_tracker"
 _ENDED = 77  # exit code of a forked process whose import has returned, also with an exception
 _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; load_objective(sys.argv[1])"
 
@@ -234,6 +235,9 @@ class ObjectiveProcess:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)  # as in workers: code that asks the user fails, instead of waiting behind a progress line
         os.close(null)
+        # joblib's tracker, which outlives this process for a moment, would print what it removes.
+        given = os.environ.get("PYTHONWARNINGS")
+        os.environ["PYTHONWARNINGS"] = f"{given},{_QUIET_TRACKER}" if given else _QUIET_TRACKER
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         objective: BaseObjective | None = None
         while True:
