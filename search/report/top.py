@@ -125,19 +125,21 @@ def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
 _RECENT_ENDS = sa.text("""
     SELECT count(*) - 1 AS ends, extract(epoch FROM :at - min(ended)) AS seconds FROM (
         SELECT max(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
-         WHERE t.study_id = :study AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
+         WHERE t.study_id = :study AND t.state <> 'RUNNING' AND a.ended_at IS NOT NULL
          GROUP BY t.trial_id ORDER BY ended DESC LIMIT :limit) last
 """)
 
 
 def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
-    if (done := progress.finished_fraction) >= 1:
+    if progress.finished_fraction >= 1:
         return 0.0
+    if (done := progress.trained_fraction) >= 1:  # only paused trials are left
+        return None
     [row] = Database(study.engine).fetch_rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
     # The rate of the last ends, applied to the budget that will be spent first.
-    left = progress.finished / done * (1 - done) if done else progress.budget
+    left = (progress.finished + progress.paused) / done * (1 - done) if done else progress.budget
     return float(row.seconds) / int(row.ends) * left
 
 

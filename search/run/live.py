@@ -176,10 +176,11 @@ class LiveView:
     def _eta(self, progress: Progress) -> float | None:
         """Return the estimated seconds until the budget is spent, at the average rate of this run; None if unknown."""
         assert self._first is not None
-        spent = progress.finished_fraction - self._first.finished_fraction
-        if spent <= 0:
+        done = progress.trained_fraction
+        spent = done - self._first.trained_fraction
+        if spent <= 0 or (done >= 1 and progress.finished_fraction < 1):  # only paused trials are left
             return None
-        return (time.monotonic() - self._begin) / spent * (1 - progress.finished_fraction)
+        return (time.monotonic() - self._begin) / spent * max(1 - done, 0.0)
 
     def render(self, progress: Progress) -> RenderableType:
         """Return the view as a rich renderable."""

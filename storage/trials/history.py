@@ -186,9 +186,16 @@ class Progress:
     @property
     def finished_fraction(self) -> float:
         """Finished fraction of the study: the largest spent fraction of its budgets."""
+        return self._compute_fraction(self.finished)
+
+    @property
+    def trained_fraction(self) -> float:
+        """Like `finished_fraction`, but with paused trials, most of which do not resume."""
+        return self._compute_fraction(self.finished + self.paused)
+
+    def _compute_fraction(self, trials: int) -> float:
         last = self.budget if self.stopped_after is None else min(self.budget, self.stopped_after)
-        trials = self.finished / last if last else 1.0
-        return max(trials, 0.0 if self.spending is None else self.spending.spent_fraction)
+        return max(trials / last if last else 1.0, 0.0 if self.spending is None else self.spending.spent_fraction)
 
     @property
     def is_done(self) -> bool:
