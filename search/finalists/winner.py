@@ -263,7 +263,7 @@ def _make_proportion_interval(mean: float, deviation: float, runs: Sequence[RunS
     largest = center * (1 - center)  # of the variance of a distribution between 0 and 1
     total = largest / min(deviation**2, 0.999 * largest) - 1
     low, high = special.betaincinv(center * total, (1 - center) * total, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return float(low), float(high)
+    return round(float(low), 9), round(float(high), 9)  # 5e-104 is shown as 0
 
 
 def _get_noise_scales(
