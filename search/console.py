@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from hpsearch.search.private_output import find_exposure_of_links
+from hpsearch.search.private_output import find_exposure
 from hpsearch.storage.display import escape_controls, escape_line
 from hpsearch.storage.web.token import add_tokens
 from hpsearch.tolerant_logger import TolerantLogger
@@ -90,7 +90,7 @@ class PlainConsole(Console):
     @functools.cached_property
     def _is_private_terminal(self) -> bool:
         # Rich's `is_terminal` is also true for files if FORCE_COLOR is set.
-        return self.file.isatty() and find_exposure_of_links(self.file) is None
+        return self.file.isatty() and find_exposure(self.file) is None
 
     def on_broken_pipe(self) -> None:
         """Discard the output, or raise the error again. Rich's method exits the process."""

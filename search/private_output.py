@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
+import re
 import signal
 import stat
 import tempfile
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # of the kernels that Jupyter starts; their programs inherit it
+_KERNEL_COMMAND = re.compile(r"ipykernel|\bkernel\S*\.json\b")
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
 
@@ -28,6 +31,8 @@ def find_exposure(stream: Any) -> str | None:
         return None
     if stat.S_ISREG(status.st_mode):
         return _find_exposure_of_file(descriptor, status)
+    if os.environ.get(_NOTEBOOK_VARIABLE) or _has_kernel_as_parent():
+        return "the output goes to a notebook, which other users may be able to read"
     if stat.S_ISFIFO(status.st_mode):
         return _find_exposure_of_pipe(status)
     if os.isatty(descriptor) and not _is_trusted(status.st_uid) and not _is_controlling_terminal(descriptor):
@@ -35,18 +40,19 @@ def find_exposure(stream: Any) -> str | None:
     return None
 
 
-def find_exposure_of_links(stream: Any) -> str | None:
-    """Return the reason why other users may read links in the output of a stream, or None if no reason is found."""
-    if os.environ.get(_NOTEBOOK_VARIABLE) and not _is_regular_file(stream):
-        return "the notebook that runs this command may save its output"
-    return find_exposure(stream)
+@functools.cache
+def _has_kernel_as_parent() -> bool:
+    """Return whether a notebook's kernel has started this process.
 
+    A kernel sends the output on a port that other users can read. VS Code starts kernels without Jupyter's variable.
+    """
+    import psutil
 
-def _is_regular_file(stream: Any) -> bool:
-    try:
-        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError, AttributeError):
-        return False
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if _KERNEL_COMMAND.search(" ".join(parent.cmdline())):
+                return True
+    return False
 
 
 def _find_exposure_of_file(descriptor: int, status: os.stat_result) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ class Services:
     """
 
     home: Path
-    storage_url: str
+    storage_url: str = field(repr=False)  # may contain a password
     tracking_uri: str | None
     dashboard_url: str | None
     checkpoint_url: str | None = None

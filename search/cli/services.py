@@ -43,7 +43,7 @@ def up(
     read.
     """
     from hpsearch.search.console import PlainConsole, format_command, show_steps
-    from hpsearch.search.private_output import find_exposure_of_links
+    from hpsearch.search.private_output import find_exposure
     from hpsearch.search.process.signals import restore_handlers
     from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
@@ -61,7 +61,7 @@ def up(
         raise
     if auth is False:
         echo(f"hpsearch: {NO_AUTH_WARNING}", err=True)
-    if (exposure := find_exposure_of_links(sys.stdout)) is not None:
+    if (exposure := find_exposure(sys.stdout)) is not None:
         echo(f"hpsearch: warning: the links have no token, because {exposure}", err=True)
     add = add_token if exposure is None else str
     echo(f"MLflow            {add(info.tracking_uri)}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpsearch.storage.database.connect import open_cursor
@@ -44,9 +44,9 @@ _KEEPALIVES = {"tcp_keepalives_idle": "20", "tcp_keepalives_interval": "5", "tcp
 class Databases:
     """Database URLs, one per role, with the password of the role."""
 
-    owner_url: str
-    worker_url: str
-    mlflow_url: str
+    owner_url: str = field(repr=False)
+    worker_url: str = field(repr=False)
+    mlflow_url: str = field(repr=False)
 
 
 def create_databases(

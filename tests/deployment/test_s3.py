@@ -55,6 +55,8 @@ def test_services_wait_for_the_object_store() -> None:
     assert of_seaweedfs == {"seaweedfs", "s3"}, "its other ports need no key"
     assert model["networks"]["store"]["internal"]
     assert model["networks"]["seaweedfs"]["internal"]
+    isolation = {"com.docker.network.bridge.inhibit_ipv4": "true"}  # users of the host reach an internal network
+    assert model["networks"]["seaweedfs"]["driver_opts"] == isolation
     for name in ("seaweedfs", "s3", "bucket"):
         require_hardened(name, services[name])
     for name in users:

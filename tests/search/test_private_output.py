@@ -14,9 +14,10 @@ import pytest
 
 from hpsearch.search import console
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.private_output import find_exposure, find_exposure_of_links
+from hpsearch.search.private_output import find_exposure
 
 OTHER_UID = 65533
+_NOTEBOOK = "the output goes to a notebook, which other users may be able to read"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
@@ -48,9 +49,19 @@ def test_a_terminal_of_the_user_gets_links_with_a_token(terminal: IO[str], monke
 def test_a_command_in_a_notebook_prints_no_token(terminal: IO[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """IPython gives the command a terminal, and the notebook is a file that others may be able to read."""
     monkeypatch.setenv("JPY_PARENT_PID", "1")
-    assert find_exposure_of_links(terminal) == "the notebook that runs this command may save its output"
-    assert find_exposure(terminal) is None
+    assert find_exposure(terminal) == _NOTEBOOK
     assert read_links(terminal, monkeypatch) == "link"
+
+
+def test_a_kernel_without_the_variable_of_jupyter_is_a_notebook_too(terminal: IO[str], tmp_path: Path) -> None:
+    """VS Code starts such kernels. Other users can subscribe to the port on which a kernel sends outputs."""
+    code = "import sys; from hpsearch.search.private_output import find_exposure; sys.exit(find_exposure(sys.stdout))"
+    kernel = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    started = tmp_path / "errors"
+    for arguments, expected in ((["--f=/run/kernel-v31.json"], f"{_NOTEBOOK}\n"), (["-f", "notes.json"], "")):
+        with started.open("w") as errors:
+            subprocess.run([sys.executable, "-c", kernel, code, *arguments], stdout=terminal, stderr=errors, check=True)
+        assert started.read_text() == expected
 
 
 @needs_root

@@ -245,7 +245,7 @@ def test_a_parameter_name_that_is_no_text_is_rejected() -> None:
             lambda: Trainer(Digits(), TrainConfig(), epochs=1, seed=0, run_dir="/proc/x"),
             "run_dir '/proc/x' cannot be created: ",
         ),
-        (lambda: Stream([], length="x"), "must be at least 1, not 'x'"),
+        (lambda: Stream([], length="x"), "must be from 1 to 1,000,000,000, not 'x'"),
         (lambda: LengthGroupedSampler([1, 2], 0), "batch_size and pool must be at least 1, not 0 and 50"),
         (lambda: fingerprint_files(".", ""), "pattern '' is invalid"),
         (lambda: load_model(None), "None is not a model version; give NAME@ALIAS"),
