@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from hpsearch.objectives.private_folders import use_private_compiler_cache
 
@@ -160,14 +159,27 @@ def _list_pickled_tensors(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_plain_pickle(content: bytes) -> bool:
+    """Return whether a file contains positional and keyword arguments of plain types."""
     try:
-        inputs = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        arguments = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return list(map(type, arguments)) == [tuple, dict] and _is_plain(arguments)
     except Exception:  # of many types; without this check, torch falls back to an unrestricted unpickler
         return False
-    paths, _ = tree_flatten_with_path(inputs)
-    keys = (part.key for path, _ in paths for part in path if isinstance(part, MappingKey))
-    # torch writes the keys into the messages of guards, which are code.
-    return all(isinstance(key, str) and _TEXT.fullmatch(key) for key in keys)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of exactly these types: objects of others can hide content from this check."""
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    if type(value) is dict:  # torch writes the keys into the messages of guards, which are code
+        return all(_is_plain_text(key) and _is_plain(part) for key, part in value.items())
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return not vars(value)
+    return _is_plain_text(value) or type(value) in (bool, int, float, type(None))
+
+
+def _is_plain_text(value: Any) -> bool:
+    return type(value) is str and _TEXT.fullmatch(value) is not None
 
 
 def _list_unsafe_values(value: Any, key: str = "", *, is_argument: bool = False) -> Iterator[str]:

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna.trial import FrozenTrial
-from torch import Tensor
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import config_to_json
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.search_space import FixedTrial
 from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.reproducibility.loaded_state import find_extra_state
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.study.ranking import get_first_value, get_last_params
@@ -62,29 +62,9 @@ def find_unsafe_part(state: Mapping[str, Any]) -> str | None:
 
     The user can allow it by an environment variable.
     """
-    if os.environ.get(_ALLOW) == "1" or (name := _find_extra_state(state, "")) is None:
+    if os.environ.get(_ALLOW) == "1" or (name := find_extra_state(state)) is None:
         return None
     return (
         f"{name} is extra state of a layer, which may run as code when it is loaded, and others may have changed the "
         f"file; if you trust everyone who can write it, set {_ALLOW}=1"
     )
-
-
-def _find_extra_state(tree: Any, name: str) -> str | None:
-    """Return the path of the first extra state that may contain a pickle; None if there is none.
-
-    The bytes of a tensor of any type can be a pickle, also those of a meta tensor, whose data is in shards.
-    """
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for key, part in items:
-        path = f"{name}.{key}" if name else str(key)
-        if str(key).endswith("_extra_state") and not _is_harmless(part):
-            return path
-        if (found := _find_extra_state(part, path)) is not None:
-            return found
-    return None
-
-
-def _is_harmless(extra_state: Any) -> bool:
-    is_empty = isinstance(extra_state, Tensor) and extra_state.numel() == 0
-    return is_empty or extra_state is None or isinstance(extra_state, (bool, int, float))

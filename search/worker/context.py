@@ -23,7 +23,6 @@ from hpsearch.search.study.checkpoints import (
     check_checkpoint_url,
     find_checkpoint_warning,
     open_checkpoints,
-    read_checkpoint_url,
 )
 from hpsearch.search.study.folders import get_runs_folder
 from hpsearch.search.study.study import (
@@ -201,8 +200,7 @@ def _open_checkpoints(study: StoredStudy, objective: BaseObjective, home: Path, 
     """
     if warning := find_checkpoint_warning(study, url):
         log.warning(warning)
-    if _read_study_of_command()[0] != study.spec.name:
-        return open_checkpoints(study, home, url or read_checkpoint_url(study))
     checkpoints = open_checkpoints(study, home, url)
-    check_checkpoint_url(study, objective, home, url)  # a stored URL that was used above cannot change any more
+    if _read_study_of_command()[0] == study.spec.name:
+        check_checkpoint_url(study, objective, home, url)  # a stored URL that was used above cannot change any more
     return checkpoints

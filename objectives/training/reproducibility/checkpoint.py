@@ -20,6 +20,7 @@ import torch
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import ObjectiveError, is_out_of_memory
+from hpsearch.objectives.training.reproducibility.loaded_state import find_replaced_method
 
 log = logging.getLogger("hpsearch.objectives.training")
 
@@ -90,6 +91,8 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} contains other objects than plain values and tensors") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(state).__name__}")
+    if (replaced := find_replaced_method(state)) is not None:
+        raise CheckpointError(f"{path} contains other objects than plain values and tensors ({replaced or 'itself'})")
     return state
 
 

@@ -27,6 +27,7 @@ from tests.search.promotion.program_attacks import (
     guard,
     guard_message,
     guard_with_line_feed,
+    hidden_key_as_code,
     input_key_as_code,
     keyword_as_code,
     parameter_as_code,
@@ -217,6 +218,7 @@ def test_internal_operators_that_do_not_check_their_indices_are_detected(exporte
         (keyword_as_code, "argument 'torch.os.mknod, path'"),
         (value_as_module, "name 'self'"),
         (input_key_as_code, "pickled objects in data/sample_inputs/model.pt"),
+        (hidden_key_as_code, "pickled objects in data/sample_inputs/model.pt"),
     ],
 )
 @pytest.mark.parametrize("with_effect", [False, pytest.param(True, marks=pytest.mark.soak)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility.loaded_state import find_extra_state, find_replaced_method
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.samplers.suggest import derive_training_seed
@@ -56,6 +58,46 @@ def test_extra_state_that_may_be_a_pickle_is_found(
     assert (find_unsafe_part(state) or "").partition(" is extra state")[0] == (found or "")
     monkeypatch.setenv(_ALLOW, "1")
     assert find_unsafe_part(state) is None
+
+
+@pytest.mark.parametrize("place", ["state", "model", "metadata"])
+def test_attributes_cannot_hide_content(tmp_path: Path, place: str) -> None:
+    """PyTorch sets attributes of these types, and `load_state_dict` does not use their methods."""
+    hidden = OrderedDict({"_extra_state": _PICKLE})
+    hidden.items = set  # type: ignore[method-assign]
+    outer = OrderedDict(weight=torch.ones(1))
+    outer._metadata = hidden  # type: ignore[attr-defined]
+    state = {"state": OrderedDict(model=1), "model": {"model": hidden}, "metadata": {"model": outer}}[place]
+    if place == "state":
+        state.items = set  # type: ignore[method-assign, assignment]
+    checkpoint.write(tmp_path / "x.pt", dict(state) if place == "metadata" else state)
+    with pytest.raises(checkpoint.CheckpointError, match="contains other objects than plain values and tensors"):
+        checkpoint.read(tmp_path / "x.pt")
+    assert find_extra_state(hidden) == "_extra_state"
+    counter = Counter(a=1)
+    counter.items = set  # type: ignore[method-assign]
+    assert find_replaced_method({"a": [counter]}) == "a.0"
+
+
+def test_attributes_of_tensors_cannot_hide_content(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.numel = complex  # type: ignore[method-assign, assignment]
+    checkpoint.write(tmp_path / "x.pt", {"model": {"_extra_state": parameter}})
+    with pytest.raises(checkpoint.CheckpointError, match=r"plain values and tensors \(model\._extra_state\)"):
+        checkpoint.read(tmp_path / "x.pt")
+    parameter.numel = torch.ones(1).numel  # type: ignore[method-assign]
+    assert find_extra_state({"_extra_state": parameter}) == "_extra_state"
+
+
+def test_states_with_own_attributes_and_cycles_are_read(tmp_path: Path) -> None:
+    parts: list[Any] = [Counter("ab"), nn.Linear(2, 2).state_dict(), torch.float32, torch.Size([1]), {3}, b"x", None]
+    parts[1]["weight"].kept = "own"
+    parts.append(parts)
+    checkpoint.write(tmp_path / "x.pt", {"parts": parts})
+    found = checkpoint.read(tmp_path / "x.pt")["parts"]
+    assert found[0] == Counter("ab")
+    assert found[1]._metadata == parts[1]._metadata
+    assert found[-1] is found
 
 
 def test_the_weights_in_mlflow_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
