@@ -255,4 +255,4 @@ def hidden_key_as_code(members: Members, path: str) -> None:
     """As `input_key_as_code`, in a `Counter`, whose content PyTorch's trees of values do not show."""
     name = next(name for name in members if "sample_inputs" in name)
     key = f'" + str(__import__("os").mknod(bytes({list(path.encode())}).decode())) + "'
-    members[name] = save(((), Counter({"input": {key: torch.randn(4, 1, 8, 8)}})))  # type: ignore[dict-item]
+    members[name] = save(((), Counter({"x": {key: torch.randn(4, 1, 8, 8)}})))  # type: ignore[dict-item]
