@@ -62,7 +62,7 @@ def format_install_hint(error: BaseException) -> str:
 
 def _format_prompt_hint(error: BaseException) -> str:
     is_prompt = type(error).__name__ == "BdbQuit" or (isinstance(error, EOFError) and "reading a line" in str(error))
-    return " (remove breakpoint() and input(), which need a terminal)" if is_prompt else ""
+    return " (breakpoint() and input() need a terminal; remove them)" if is_prompt else ""
 
 
 def format_install_command(package: str) -> str:

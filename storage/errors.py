@@ -78,3 +78,7 @@ class StoredCheckpointError(Exception):
 
 class CheckpointStoreError(StorageError):
     """Checkpoint store that is full, unavailable or rejects the request; a retry may succeed."""
+
+
+class UnsafeCheckpointError(CheckpointStoreError):
+    """Checkpoint that can run code, and whose origin the user has to confirm; a retry does not succeed before."""

@@ -21,7 +21,7 @@ from hpsearch.search.cli.app import app, echo
 from hpsearch.search.console import EscapingFormatter
 from hpsearch.search.error_lines import find_environment_fault, report_errors
 from hpsearch.search.errors import suggest_names
-from hpsearch.search.process.children import end_started_programs
+from hpsearch.search.process.children import end_started_programs, remember_session
 from hpsearch.search.process.exits import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         echo(f"hpsearch: {fault}", err=True)
         sys.exit(EXIT_USER_ERROR)
     sys.excepthook = _print_traceback
-    call_at_end(end_started_programs)  # they could hold the pipe to which this command writes
+    remember_session()
+    call_at_end(end_started_programs)  # a program with the inherited stdout would keep `| tee` from ending
     if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(EscapingFormatter())
     logging.raiseExceptions = False  # a log on a full disk must not add a traceback per line

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Self, TypeVar, cast
 
@@ -26,8 +25,8 @@ from hpsearch.objectives.training.checks.smoke import SmokeResult
 from hpsearch.objectives.training.data.loader import kill_with_parent
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.process.children import bind_children, kill_descendants, kill_session
-from hpsearch.search.process.exits import EXIT_UNAVAILABLE, call_at_end
+from hpsearch.search.process.children import bind_children, kill_session
+from hpsearch.search.process.exits import EXIT_UNAVAILABLE
 from hpsearch.search.process.signals import ENDING_SIGNALS
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.create import load_for_search
@@ -48,7 +47,6 @@ _IMPORT = "import sys; from hpsearch.objectives.loading import load_objective; l
 def load_probed_objective(reference: str) -> BaseObjective:
     """Load an objective as `load_objective` does, after `check_import`. What its code forks ends with this process."""
     _share_socket_folder()
-    call_at_end(partial(kill_descendants, os.getpid()))  # also those that the code has started as programs
     check_import(reference)
     bind_children()
     return load_objective(reference)

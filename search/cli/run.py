@@ -63,7 +63,8 @@ def run(
                 check=check_trackers, inspect=process.inspect, tracking_required=tracking_required,
             )  # fmt: skip
         ran = run_search(
-            services, study, options, workers=workers, created=is_new, console=console, loaded=objective,
+            services, study, options, workers=workers, created=is_new, console=console, delete_rejected=is_new,
+            loaded=objective,
             run_test=process.run_smoke_test,
         )  # fmt: skip
     if ran.is_interrupted:

@@ -151,8 +151,8 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
 
     This is necessary on a machine where you did not start the study, if the code of the objective has changed, can be
     changed by another user, or comes from a backup. `run` confirms the objective that it is given. In a restored study,
-    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url, and checkpoints that
-    may run code.
+    'trust' also allows its sampler from OptunaHub, --tensorboard, --wandb and --checkpoint-url, and the files in
+    its checkpoints.
     """
     from hpsearch.objectives.references import BUILTIN
     from hpsearch.search.api.opening import open_study

@@ -75,7 +75,9 @@ def get_chosen_epochs(run: FrozenTrial, maximize: bool) -> list[int]:
     """
     record = run.user_attrs.get(RESPLIT_SCORE)
     stored = record.get("epochs") if isinstance(record, dict) else None
-    if stored and isinstance(stored, list) and all(isinstance(epoch, int) for epoch in stored):  # otherwise damaged
+    if (
+        stored and isinstance(stored, list) and all(isinstance(epoch, int) and epoch >= 0 for epoch in stored)
+    ):  # otherwise damaged
         return stored
     sign = -1 if maximize else 1
     return [min(run.intermediate_values, key=lambda epoch: (sign * run.intermediate_values[epoch], epoch))]

@@ -148,6 +148,8 @@ def read_run_score(value: float, record: Mapping[str, Any] | None) -> RunScore |
     try:
         train, val, test = map(int, record["sizes"])
         error = None if record["error"] is None else float(record["error"])
+        if min(train, val, test) < 1 or not (error is None or 0 <= error < math.inf):
+            return None
         return RunScore(value, error, train, val, test, bool(record["divided"]))
     except (KeyError, TypeError, ValueError, OverflowError):  # every worker's database role can write the record
         return None

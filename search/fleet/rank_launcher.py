@@ -28,7 +28,7 @@ from hpsearch.search.console import prefix_output
 from hpsearch.search.error_lines import report_errors
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork_server import can_fork
-from hpsearch.search.process.children import adopt_orphans, end_session, make_fleet_watcher
+from hpsearch.search.process.children import end_session, make_fleet_watcher
 from hpsearch.search.process.exits import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, report_exit
 from hpsearch.search.process.signals import StopEvent, exit_on_signals, stop_on_signals, stop_worker_on_signals
 from hpsearch.search.worker.identity import get_default_device
@@ -174,7 +174,7 @@ def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     for logger in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # verbose about dead ranks
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with adopt_orphans(), make_private_folder() as folder, _stop_ranks_on_signals(folder, options.grace) as stop:
+    with make_private_folder() as folder, _stop_ranks_on_signals(folder, options.grace) as stop:
         place = find_rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # otherwise the launcher opens a port on all addresses of this machine
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

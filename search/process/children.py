@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
@@ -11,7 +10,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ from hpsearch.search.process.exits import EXIT_DONE
 
 if TYPE_CHECKING:
     import psutil
-
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @functools.cache  # the patches must be applied once
@@ -68,60 +65,78 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
-@contextlib.contextmanager
-def adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of descendants whose parents end, so that `end_session` finds them (on Linux)."""
+_earlier: set[int] | None = None  # processes of the session that `end_session` spares
+_STARTED_BY = "HPSEARCH_STARTED_BY"  # variable that the programs of an objective inherit
 
-    def set_subreaper(value: int) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, value)
 
-    set_subreaper(1)
+def remember_session() -> None:
+    """Remember the other processes of this command's session, so that `end_session` spares them.
+
+    They can be children of this process, such as `gzip` in ``hpsearch run > >(gzip)``.
+    """
+    global _earlier  # noqa: PLW0603 the processes are those of this process
+    own, session = os.getpid(), os.getsid(0)
+    _earlier = set()
+    for pid in _list_pids():
+        with contextlib.suppress(OSError):
+            if pid != own and os.getsid(pid) == session:
+                _earlier.add(pid)
+    os.environ[_STARTED_BY] = str(own)
+
+
+def _list_pids() -> list[int]:
     try:
-        yield
-    finally:
-        set_subreaper(0)
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 names
+    except FileNotFoundError:  # macOS
+        import psutil
+
+        return psutil.pids()
 
 
 def end_session() -> list[int]:
-    """Kill the processes that code of the objective left in this worker's session, and return their PIDs.
+    """Kill the processes that code of the objective left in this process's session, and return their PIDs.
 
-    A worker that was started in a shell is in the session of the shell. Then only its descendants are killed. Services
-    are in sessions of their own.
+    hpsearch's services have their own sessions, so they survive.
     """
     import psutil
 
     own, session = os.getpid(), os.getsid(0)
-    if session == own:
-        return kill_session(own)
-    return _kill_in_session(psutil.Process(own).children(recursive=True), session)
+    if _earlier is None:  # not a command, but a process that a command has started
+        return kill_session(own) if session == own else []
+    return _kill_members(session, (process for process in psutil.process_iter() if _is_started(process, own)))
+
+
+def _is_started(process: psutil.Process, own: int) -> bool:
+    """Return whether a process of this session is a descendant of this command, or was one before its parents ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.pid == own or os.getsid(process.pid) != os.getsid(0):
+            return False
+        for each in (process, *process.parents()):
+            if each.pid == own:
+                return True
+            if each.pid in (_earlier or ()):
+                return False
+        return os.getsid(0) == own or process.environ().get(_STARTED_BY) == str(own)
+    return False
 
 
 def end_started_programs() -> None:
-    """Kill the programs that an objective's code has started in this process, if it may have been imported."""
+    """Kill the programs that an objective's code has started; without torch, no objective was imported."""
     if "torch" in sys.modules:
         end_session()
-
-
-def kill_descendants(pid: int) -> None:
-    """Kill the descendants of a process."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error, OSError):
-                if not _is_resource_tracker(process):
-                    process.kill()
 
 
 def kill_session(leader: int) -> list[int]:
     """Kill the other processes of a worker's session, also those whose parents have ended, and return their PIDs."""
     import psutil
 
-    return _kill_in_session((process for process in psutil.process_iter() if process.pid != leader), leader)
+    return _kill_members(leader, (process for process in psutil.process_iter() if process.pid != leader))
 
 
-def _kill_in_session(processes: Iterable[psutil.Process], session: int) -> list[int]:
+def _kill_members(session: int, processes: Iterable[psutil.Process]) -> list[int]:
+    """Kill those of the processes that belong to a session, except trackers of resources; return their PIDs."""
     import psutil
 
     left = list[int]()

@@ -124,7 +124,7 @@ def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
 # The first of these ends is the start of the period, and does not count.
 _RECENT_ENDS = sa.text("""
     SELECT count(*) - 1 AS ends, extract(epoch FROM :at - min(ended)) AS seconds FROM (
-        SELECT max(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
+        SELECT min(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
          WHERE t.study_id = :study AND t.state <> 'RUNNING' AND a.ended_at IS NOT NULL
          GROUP BY t.trial_id ORDER BY ended DESC LIMIT :limit) last
 """)
@@ -133,7 +133,7 @@ _RECENT_ENDS = sa.text("""
 def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
     if progress.finished_fraction >= 1:
         return 0.0
-    if (done := progress.trained_fraction) >= 1:  # only paused trials are left
+    if (done := progress.trained_fraction) >= 1:  # the end depends on promotions
         return None
     [row] = Database(study.engine).fetch_rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:

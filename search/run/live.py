@@ -178,7 +178,7 @@ class LiveView:
         assert self._first is not None
         done = progress.trained_fraction
         spent = done - self._first.trained_fraction
-        if spent <= 0 or (done >= 1 and progress.finished_fraction < 1):  # only paused trials are left
+        if spent <= 0 or (done >= 1 and progress.finished_fraction < 1):  # the end depends on promotions
             return None
         return (time.monotonic() - self._begin) / spent * max(1 - done, 0.0)
 

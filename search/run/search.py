@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,6 @@ from hpsearch.storage.database.retry import limit_retries
 from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.trials.history import read_attempts
-from hpsearch.storage.trials.lost_attempts import count_running_trials
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ def run_search(  # noqa: PLR0913 keywords
     workers: int,
     created: bool,
     console: Console,
+    delete_rejected: bool = False,
     loaded: BaseObjective | None = None,
     run_test: Callable[[BaseObjective, StudySpec], SmokeResult] = run_random_smoke_test,
 ) -> RunResult:
@@ -89,6 +89,7 @@ def run_search(  # noqa: PLR0913 keywords
         workers: number of workers; 0 only prepares the study.
         created: whether the study is new.
         console: console for the live view and the result.
+        delete_rejected: whether to delete the study if an error prevents its first trials.
         loaded: the objective, if this process has loaded it before; see `StoredStudy.objective`.
         run_test: function that runs the smoke test.
 
@@ -101,7 +102,7 @@ def run_search(  # noqa: PLR0913 keywords
     """
     spec = study.spec
     check_not_stopped(study)
-    with show_steps(console) as show_step, _delete_rejected(study, created=created):
+    with show_steps(console) as show_step, _delete_rejected(study, is_enabled=delete_rejected):
         if workers:
             require_measurable(spec, options.device)
         objective = study.objective(loaded=loaded)
@@ -146,23 +147,17 @@ def run_search(  # noqa: PLR0913 keywords
 
 
 @contextmanager
-def _delete_rejected(study: StoredStudy, *, created: bool) -> Iterator[None]:
-    """Delete a new study if this block fails, for example because MLflow's experiment was deleted."""
+def _delete_rejected(study: StoredStudy, *, is_enabled: bool) -> Iterator[None]:
+    """Delete the study if the block raises and no trial has started, unless the database is unavailable."""
     try:
         yield
-    except TrackingUnavailableError:
-        _delete_unused(study, created=created)
+    except Exception as error:
+        is_away = isinstance(error, (StorageInternalError, DBAPIError, ServiceUnavailableError))
+        if is_enabled and (not is_away or isinstance(error, TrackingUnavailableError)):
+            with suppress(StorageInternalError, DBAPIError):
+                if all(trial.state == TrialState.WAITING for trial in study.trials()):
+                    study.storage.delete_study(study.study_id)
         raise
-    except (StorageInternalError, DBAPIError, ServiceUnavailableError):  # the database is unavailable
-        raise
-    except Exception:
-        _delete_unused(study, created=created)
-        raise
-
-
-def _delete_unused(study: StoredStudy, *, created: bool) -> None:
-    if created and not count_running_trials(study.engine, study.study_id):
-        study.storage.delete_study(study.study_id)
 
 
 def _print_begin(

@@ -3,7 +3,8 @@
 Other users of the database and of MLflow can replace the file. Its configuration would reach the objective's code,
 which may use it to choose a file, a class or a package. So the objective gets the configuration that `suggest` returns
 for the trial, and none from the file. Its extra states would reach `set_extra_state` of the model's layers, which may
-unpickle them, as those of TransformerEngine do. So a file that others can replace must have no extra states.
+unpickle them, as those of TransformerEngine do. Therefore, a file that others can replace is rejected if it has extra
+states.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ def replace_config(objective: BaseObjective, trial: FrozenTrial, best: Mapping[s
     return {**best, "config": plain}
 
 
-def find_unsafe_part(state: Mapping[str, Any]) -> str | None:
-    """Return why a checkpoint that others can replace must not be loaded into a model; None if it may be loaded.
+def find_unsafe_part(state: Mapping[str, Any], confirmation: str = f"set {_ALLOW}=1") -> str | None:
+    """Return the reason to reject a checkpoint that other users can replace; None if there is none.
 
-    The user can allow it by an environment variable.
+    The variable `HPSEARCH_ALLOW_EXTRA_STATE` disables the check.
+
+    Args:
+        state: content of the checkpoint.
+        confirmation: what the user has to do if he trusts the others.
     """
     if os.environ.get(_ALLOW) == "1" or (name := find_extra_state(state)) is None:
         return None
     return (
-        f"{name} is extra state of a layer, which may run as code when it is loaded, and others may have changed the "
-        f"file; if you trust everyone who can write it, set {_ALLOW}=1"
+        f"{name} is extra state of a layer, which can run code, and other users can write the file; if you trust them, "
+        f"{confirmation}"
     )

@@ -15,6 +15,7 @@ from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.custom_loop.loop_objective import LoopObjective
 from hpsearch.objectives.references import BUILTIN
 from hpsearch.redaction import redact
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import CHECKPOINT_URL, RESTORED_CHECKPOINTS
@@ -44,19 +45,23 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
         SearchError: the stored URL is invalid.
         StorageError: the URL cannot be used.
     """
-    stored = read_checkpoint_url(study)
+    stored, confirmation = read_checkpoint_url(study), None
+    if study.attrs.get(RESTORED_CHECKPOINTS):
+        confirmation = f"confirm the restored study with: {format_command('trust', study.spec.name)}"
+    elif url is None and stored is not None and not _is_in_home(stored, home):
+        confirmation = f"add --checkpoint-url {shlex.quote(stored)}"
     return StudyCheckpoints(
         CheckpointStore(url or stored or str(home / "checkpoints")),
         study.engine,
         study.study_id,
         folder=study.folder,
         are_shared=study.spec.pruner.shares_checkpoints,
-        is_trusted=(url is not None or _is_own(stored, home)) and not study.attrs.get(RESTORED_CHECKPOINTS),
+        confirmation=confirmation,
     )
 
 
-def _is_own(stored: str | None, home: Path) -> bool:
-    return stored is None or is_below(stored, str(home / "checkpoints"))
+def _is_in_home(stored: str, home: Path) -> bool:
+    return is_below(stored, str(home / "checkpoints"))
 
 
 def check_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Path, url: str | None) -> None:
@@ -77,7 +82,7 @@ def check_checkpoint_url(study: StoredStudy, objective: BaseObjective, home: Pat
     """
     stored = read_checkpoint_url(study)
     may_unpickle = isinstance(objective, LoopObjective) and study.spec.objective not in BUILTIN
-    if may_unpickle and url is None and stored is not None and not _is_own(stored, home):
+    if may_unpickle and url is None and stored is not None and not _is_in_home(stored, home):
         raise SearchError(
             f"the checkpoints of study {study.spec.name!r} are at {stored!r}, an address that only the database names, "
             "and the training loop of its objective may run code in them; if you trust this address, add "
@@ -168,8 +173,8 @@ class StudyCheckpoints:
         study_id: id of the study.
         folder: name of the study's folder in the store, which is unique across databases.
         are_shared: whether trials copy checkpoints of other trials, so that a file may belong to several trials.
-        is_trusted: whether the user has chosen or confirmed the origin of the files; False if only the database names
-            their address, or if they were restored from a backup.
+        confirmation: what the user has to do before files with extra states are loaded, because only the database names
+            their address, or because they are from a backup; None if nothing.
     """
 
     def __init__(
@@ -180,14 +185,14 @@ class StudyCheckpoints:
         *,
         folder: str,
         are_shared: bool = False,
-        is_trusted: bool = True,
+        confirmation: str | None = None,
     ) -> None:
         self.files = checkpoints
         self.engine = engine
         self.study_id = study_id
         self.folder = folder
         self.are_shared = are_shared
-        self.is_trusted = is_trusted
+        self.confirmation = confirmation
 
     def remove(self, paths: Collection[str]) -> None:
         """Remove checkpoint files to which no pointer refers any more, except files that another trial has copied.

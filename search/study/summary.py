@@ -31,7 +31,7 @@ def format_values(spec: StudySpec, trial: FrozenTrial) -> str:
 def format_folds(spec: StudySpec, trial: FrozenTrial) -> str:
     """Return the number of folds, and the standard error of their mean; empty for a trial without folds."""
     error = trial.user_attrs.get(FOLDS_ERROR)
-    if not isinstance(error, int | float):  # every worker's database role can write it
+    if not isinstance(error, float):  # missing or damaged
         return ""
     return f" (mean of {spec.folds} folds, standard error {error:.2g})"
 

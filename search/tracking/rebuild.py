@@ -128,7 +128,7 @@ def _rebuild_result(
     last = folder / "last.pt"
     checkpoints.files.get(next(iter(files.values())), last)
     state = checkpoint.read(last)
-    if not checkpoints.is_trusted and (unsafe := find_unsafe_part(state)):
+    if (needed := checkpoints.confirmation) and (unsafe := find_unsafe_part(state, needed)):
         raise SearchError(f"the checkpoint was not loaded: {unsafe}")
     best = checkpoint.promotable(state)
     if best["value"] != get_first_value(trial):

@@ -24,7 +24,7 @@ from hpsearch.storage.checkpoints.store import (
     is_checkpoint_path,
     is_identical,
 )
-from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
+from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError, UnsafeCheckpointError
 from hpsearch.storage.trials.claim_results import Claim
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class TrialCheckpoints:
         Local files without a pointer are ignored, because their epochs were never reported.
 
         Raises:
-            CheckpointStoreError: the store was unavailable for a minute, or the state is unsafe to load. The attempt
+            CheckpointStoreError: the store was unavailable for a minute, or the state needs a confirmation. The attempt
                 does not start from scratch, because that would discard the trained epochs.
         """
         self._files.remove_leftovers()
@@ -146,8 +146,8 @@ class TrialCheckpoints:
             except (StoredCheckpointError, CheckpointError) as error:
                 log.warning("trial %d: cannot resume after epoch %d: %s", self._claim.number, epoch + 1, error)
                 continue
-            if not self._study.is_trusted and (unsafe := find_unsafe_part(state)):
-                raise CheckpointStoreError(f"the checkpoint after epoch {epoch + 1} was not loaded: {unsafe}")
+            if (needed := self._study.confirmation) and (unsafe := find_unsafe_part(state, needed)):
+                raise UnsafeCheckpointError(f"the checkpoint after epoch {epoch + 1} was not loaded: {unsafe}")
             self._prepare_run_dir(state)
             return state
         if self._known:

@@ -202,5 +202,5 @@ def _open_checkpoints(study: StoredStudy, objective: BaseObjective, home: Path, 
         log.warning(warning)
     checkpoints = open_checkpoints(study, home, url)
     if _read_study_of_command()[0] == study.spec.name:
-        check_checkpoint_url(study, objective, home, url)  # a stored URL that was used above cannot change any more
+        check_checkpoint_url(study, objective, home, url)  # after the use of the stored URL
     return checkpoints

@@ -12,8 +12,8 @@ import torch
 from hpsearch.objectives.training.rank_errors import RankLostError
 from hpsearch.objectives.training.ranks import current_ranks
 from hpsearch.search.console import log_to_stderr, pluralize
-from hpsearch.search.process.children import adopt_orphans, end_session
-from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE
+from hpsearch.search.process.children import end_session
+from hpsearch.search.process.exits import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, EXIT_UNAVAILABLE, EXIT_USER_ERROR
 from hpsearch.search.process.signals import StopEvent
 from hpsearch.search.tracking.rebuild import list_trials_requiring_model, resend
 from hpsearch.search.tracking.study_run import publish_result
@@ -23,7 +23,7 @@ from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.loop import Worker
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.search.worker.startup import Startup
-from hpsearch.storage.errors import CheckpointStoreError, format_error
+from hpsearch.storage.errors import CheckpointStoreError, UnsafeCheckpointError, format_error
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _EXIT_REASONS = {
     EXIT_DRAINED: "stopped",
     EXIT_GAVE_UP: "trials failed",
     EXIT_UNAVAILABLE: "a service was unavailable",
+    EXIT_USER_ERROR: "a checkpoint needs a confirmation",
 }
 
 
@@ -48,10 +49,7 @@ def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Ev
             process at once while a trial starts.
     """
     log_as_worker()
-    if stop is not None:
-        return run_worker(name, options, stop)
-    with adopt_orphans():
-        return run_worker(name, options, stop, is_own_process=True)
+    return run_worker(name, options, stop, is_own_process=stop is None)
 
 
 def run_worker(
@@ -97,6 +95,7 @@ def run_worker(
         log.error("the study's database does not answer, or rejected a statement: %s", format_error(error, 300))
     except (RankLostError, CheckpointStoreError) as error:
         log.error("trial released, worker exits: %s", error)
+        code = EXIT_USER_ERROR if isinstance(error, UnsafeCheckpointError) else code
     finally:
         context.registration.record_exit(_EXIT_REASONS.get(code, f"exit code {code}"))
         context.tracker.sender.close()

@@ -190,7 +190,7 @@ class Progress:
 
     @property
     def trained_fraction(self) -> float:
-        """Like `finished_fraction`, but with paused trials, most of which do not resume."""
+        """Like `finished_fraction`, but paused trials count too, because most of them do not resume."""
         return self._compute_fraction(self.finished + self.paused)
 
     def _compute_fraction(self, trials: int) -> float:

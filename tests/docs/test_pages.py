@@ -23,6 +23,7 @@ INTERNAL = {
         "FLEET_STUDY",
         "SERVICE",
         "SOCKET_FOLDER",
+        "STARTED_BY",
     )
 }
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

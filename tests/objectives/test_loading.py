@@ -459,9 +459,9 @@ def test_threads_load_a_file_once(write):
 
 def test_messages_of_user_errors_are_short_and_never_fail() -> None:
     assert format_user_error(_SilentError()) == "_SilentError: (its __str__ raises ValueError)"
-    assert format_user_error(bdb.BdbQuit()) == "BdbQuit (remove breakpoint() and input(), which need a terminal)"
+    assert format_user_error(bdb.BdbQuit()) == "BdbQuit (breakpoint() and input() need a terminal; remove them)"
     assert format_user_error(EOFError("EOF when reading a line")).endswith(
-        "line (remove breakpoint() and input(), which need a terminal)"
+        "line (breakpoint() and input() need a terminal; remove them)"
     )
     assert format_user_error(ValueError("x" * 5_000_000)) == f"ValueError: {'x' * 1000}..."
 

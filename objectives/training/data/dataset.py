@@ -38,11 +38,6 @@ class Stream:
         if not isinstance(length, int) or not 1 <= length <= _MAX_STREAM_LENGTH:
             limits = f"from 1 to {_MAX_STREAM_LENGTH:,}"
             raise ObjectiveError(f"length, the number of samples per epoch, must be {limits}, not {length!r}")
-        if isinstance(source, Iterator):
-            raise ObjectiveError(
-                f"a {type(source).__name__} can be read only once; pass an iterable that starts again at each epoch, "
-                "such as an IterableDataset"
-            )
         self._source, self._length = source, length
         self._running: Iterator[Any] | None = None
         self._next = 0
@@ -58,6 +53,10 @@ class Stream:
                 sample = next(self._running)
             except StopIteration:
                 self._running = None
+                if self._next == 0:
+                    raise ObjectiveError(
+                        "the stream has no samples; pass an iterable that starts again at each epoch, not an iterator"
+                    ) from None
                 raise ObjectiveError(
                     f"the stream ended after {self._next} samples; set length={self._next} instead of {self._length}"
                 ) from None

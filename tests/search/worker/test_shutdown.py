@@ -42,19 +42,31 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
 
 LEFT = """
 import os, subprocess, sys, time
-from hpsearch.search.process.children import adopt_orphans, end_session
-with adopt_orphans():
-    children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
-    orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- & echo $!"], stdout=subprocess.PIPE).stdout)
-    subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
+import psutil
+from hpsearch.search.process.children import end_session, remember_session
+earlier = subprocess.Popen(["sh", "-c", "read line; sleep 1000"], stdin=subprocess.PIPE)  # as `> >(gzip)`
+if sys.argv[1:] == ["command"]:
+    remember_session()
+earlier.stdin.close()
+children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
+orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- 2>&- & echo $!"], stdout=subprocess.PIPE).stdout)
+subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
+while len(own := psutil.Process(earlier.pid).children()) < 1:
+    time.sleep(0.01)
+if sys.argv[1:] == ["command"]:
     ended = sorted(end_session()) == sorted([*children, orphan])
+    ended = ended and earlier.poll() is None and own[0].is_running()
+else:
+    ended = sorted(end_session()) == sorted([*children, orphan, earlier.pid, own[0].pid])
+own[0].kill()
 print(ended, os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
 """
 
 
-@pytest.mark.parametrize("is_leader", [True, False])
-def test_a_worker_kills_the_processes_that_code_of_the_objective_left(*, is_leader: bool) -> None:
-    command = [sys.executable, "-c", LEFT]
+@pytest.mark.parametrize(("kind", "is_leader"), [("worker", True), ("command", True), ("command", False)])
+def test_a_worker_kills_the_processes_that_code_of_the_objective_left(kind: str, *, is_leader: bool) -> None:
+    """A command spares processes that its shell has started before."""
+    command = [sys.executable, "-c", LEFT, kind]
     done = subprocess.run(command, start_new_session=is_leader, capture_output=True, text=True, check=True)
     assert done.stdout == "True 9 9\n"
 

@@ -21,7 +21,7 @@ from hpsearch.search.samplers.suggest import derive_training_seed
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.checkpoint_origin import find_unsafe_part
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.errors import UnsafeCheckpointError
 from tests.factories import spec_of
 from tests.search.study.untrusted.test_checkpoint_config import Mine, make_trial
 from tests.search.worker.checkpointed import Study, state_after
@@ -120,10 +120,10 @@ def test_a_worker_releases_its_trial_instead(database_url: str, tmp_path: Path, 
     first.kept.save(state, best=True)
     first.epoch = 0
     first.commit()
-    study.checkpoints.is_trusted = is_trusted
+    study.checkpoints.confirmation = None if is_trusted else "add --checkpoint-url"
     second = study.attempt(2, machine="b")
     if is_trusted:
         assert second.restore() == 0
         return
-    with pytest.raises(CheckpointStoreError, match=r"epoch 1 was not loaded: model\._extra_state is extra state"):
+    with pytest.raises(UnsafeCheckpointError, match=r"model\._extra_state is extra state .* add --checkpoint-url$"):
         second.restore()

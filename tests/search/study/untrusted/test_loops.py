@@ -71,11 +71,11 @@ def test_checkpoints_of_a_restored_custom_loop_need_a_confirmation(
         start_worker(database_url)
     study.check_restored()  # for commands that do not train
     assert study.attrs[RESTORED]
-    assert not open_checkpoints(study, home, None).is_trusted
+    assert open_checkpoints(study, home, None).confirmation
 
     assert run_command(["trust", "s", "--yes"]) == 0
     study.check_restored(objective)
-    assert open_checkpoints(study, home, None).is_trusted
+    assert open_checkpoints(study, home, None).confirmation is None
 
 
 def test_a_command_loads_checkpoints_of_a_custom_loop_only_from_a_configured_address(
@@ -84,18 +84,18 @@ def test_a_command_loads_checkpoints_of_a_custom_loop_only_from_a_configured_add
     """A worker's role can store the address in a study without one, or create a study of this name with it."""
     study_id = make_study_of(storage, reference)
     study, loop = load_study(storage, "s"), load_objective(reference)
-    assert open_checkpoints(study, home, None).is_trusted
+    assert open_checkpoints(study, home, None).confirmation is None
     check_checkpoint_url(study, loop, home, None)
     storage.set_study_user_attr(study_id, CHECKPOINT_URL, _ELSEWHERE)
     message = f"an address that only the database names.* add --checkpoint-url {_ELSEWHERE}"
     with pytest.raises(SearchError, match=message):
         check_checkpoint_url(study, loop, home, None)
-    assert not open_checkpoints(study, home, None).is_trusted
+    assert open_checkpoints(study, home, None).confirmation
     monkeypatch.setenv("HPSEARCH_FLEET_STUDY", f"s/{study_id}")
     with pytest.raises(SearchError, match=message):
         start_worker(database_url)
     check_checkpoint_url(study, loop, home, _ELSEWHERE)
-    assert open_checkpoints(study, home, _ELSEWHERE).is_trusted
+    assert open_checkpoints(study, home, _ELSEWHERE).confirmation is None
 
 
 @pytest.mark.parametrize("named", ["digits", "gan"])
