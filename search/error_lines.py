@@ -9,6 +9,7 @@ import stat
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from hpsearch.redaction import redact
@@ -33,6 +34,10 @@ def find_environment_fault() -> str | None:
         )
     if platform.system() == "Linux" and not Path("/proc/self").exists():
         return "/proc is not mounted, so processes cannot be watched; mount it: mount -t proc proc /proc"
+    try:
+        datetime.now().astimezone()
+    except ValueError:
+        return f"TZ={os.environ.get('TZ', '')!r} is invalid: its offset is not below 24 hours; correct or unset TZ"
     os.umask(umask := os.umask(0o077))
     if umask & stat.S_IRWXU:
         return f"the umask {umask:04o} closes new files to their owner; run umask 022 first"

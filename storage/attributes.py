@@ -48,6 +48,7 @@ MODEL = "hpsearch:mlflow_model_id"
 MODEL_SHA256 = "hpsearch:mlflow_model_sha256"  # {model id: SHA-256 of the model's files, see compute_folder_sha256}
 TRACKING = "hpsearch:tracking"  # finished trials: the records that MLflow lacks
 PENDING = "pending"  # prefix of TRACKING while records are in the outbox
+REFUSED = "refused"  # prefix of TRACKING after the tracking server rejected records
 REMOVED_BY = "hpsearch:removed"  # user and host that deleted the model and the best checkpoint
 PARENT_TRIAL = "hpsearch:finalist_of"  # finalists: the trial of the search that is retrained
 TRAINING_SEED = "hpsearch:seed"  # finalists: the seed of the training

@@ -115,6 +115,15 @@ def run_command(arguments: list[str]) -> int:
 
     try:
         return report_errors(call_command)
+    except (OSError, UnicodeError) as error:
+        if "--install-completion" not in arguments:
+            raise
+        echo(
+            f"hpsearch: --install-completion: a file of the shell cannot be changed ({error}); correct it, or add the "
+            "output of --show-completion to the file yourself",
+            err=True,
+        )
+        return EXIT_USER_ERROR
     except typer.TyperException as error:
         message = error.format_message()
         # Without a command, the message is the help.

@@ -167,11 +167,12 @@ def trust(name: o.StudyName, *, yes: o.Yes = False, where: o.Addresses) -> None:
         return
     if (code := read_code(reference)) is None:
         raise SearchError(f"the objective {reference} of study {name!r} is not on this machine; copy it to this place")
-    named = " and ".join([str(code.file), *study.external_settings, *study.restored_checkpoints])
+    checkpoints = study.restored_checkpoints
+    named = " and ".join([str(code.file), *study.external_settings, *checkpoints])
     if not yes and not confirm(f"may hpsearch use {escape_line(named)} with your rights?"):
         echo("not confirmed: the code stays untrusted")
         raise typer.Exit(1)
-    study.trust_code(code, with_checkpoints=True)
+    study.trust_code(code, with_checkpoints=bool(checkpoints))
     echo(f"commands on this machine may use {named}")
 
 

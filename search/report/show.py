@@ -34,7 +34,7 @@ from hpsearch.search.study.summary import (
     get_study_page,
     summarise,
 )
-from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, RUN_ID, RUN_URL, TRACKING
+from hpsearch.storage.attributes import CONFIG_SCHEDULE, INFEASIBLE, PENDING, REASON, REFUSED, RUN_ID, RUN_URL, TRACKING
 from hpsearch.storage.display import escape_line
 from hpsearch.storage.mlflow.runs_view import get_view_url
 from hpsearch.storage.records.promotions import Promotion
@@ -139,7 +139,7 @@ def _format_untracked(study: StoredStudy) -> list[str]:
     number, first = next(iter(states.items()))
     why = textwrap.shorten(first, 160, placeholder=" ...")
     line = f"MLflow lacks data of {pluralize(len(states), 'trial')}, such as trial {number}: {why}"
-    can_send = any(state.startswith((PENDING, "refused")) for state in states.values())
+    can_send = any(state.startswith((PENDING, REFUSED)) for state in states.values())
     return [f"{line}; send them with: {format_command('sync', study.spec.name)}" if can_send else line]
 
 

@@ -18,6 +18,7 @@ from hpsearch.search.study.study_tracking import get_tracking_uri
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
+from hpsearch.storage.attributes import REFUSED, TRACKING
 from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.journals.journal import JOURNAL_FILE
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
@@ -104,6 +105,14 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     else:
         report = publish_result(services, study, tracking)
         console.print(f"{text}, no unsent records are left")
+        study.refresh()
+        states = {trial.number: str(trial.user_attrs.get(TRACKING)) for trial in study.trials()}
+        if refused := [str(number) for number, state in states.items() if state.startswith(REFUSED)]:
+            console.print(
+                f"{name}: the tracking server lacks records of trial {', '.join(refused)}, because it rejected them or "
+                "their journals were deleted",
+                style="yellow",
+            )
         if report is not None:
             console.print(f"report: {report}")
     return SyncResult(sent, left, tuple(problems))

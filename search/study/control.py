@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import getpass
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -229,7 +230,7 @@ def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
     try:
         if isinstance(number, bool):
             raise TypeError
-        trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
+        trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, operator.index(number))
     except (KeyError, TypeError):  # a number of another type, such as a text
         trials = study.storage.get_n_trials(study.study_id)
         numbers = f"give a number from 0 to {trials - 1}" if trials else "it has no trials yet"

@@ -24,7 +24,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import is_among_best, is_feasible, is_on_front
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.tracker import Tracker, make_pruning_tags
-from hpsearch.storage.attributes import PENDING
+from hpsearch.storage.attributes import PENDING, REFUSED
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
 from hpsearch.storage.mlflow import model_export, tag_names
@@ -276,7 +276,7 @@ class TrialTracking:
     def get_state(self) -> str:
         """Return the value of the trial's attribute TRACKING, which exists until MLflow has all its records."""
         if rejection := self.journal.cursors[MLFLOW].position.rejection:
-            return f"refused: {rejection}"
+            return f"{REFUSED}: {rejection}"
         return f"{PENDING}: records not yet sent from {get_host_name()}"
 
     @kill_point("finish run")

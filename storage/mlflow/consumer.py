@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import PENDING, RUN_ID, RUN_URL
+from hpsearch.storage.attributes import PENDING, REFUSED, RUN_ID, RUN_URL
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.consumer import Consumer, Failure, RunRejectedError
@@ -119,7 +119,7 @@ class MlflowConsumer(Consumer):
         """Record the rejection as an attribute of the trial, if the trial has ended."""
         trial = cursor.journal.header.trial
         if self._links.read_outcome(trial) is not None:
-            self._links.record_delivery(trial, f"refused: {cursor.position.rejection}")
+            self._links.record_delivery(trial, f"{REFUSED}: {cursor.position.rejection}")
 
     @kill_point("send records")
     def write_records(self, cursor: Cursor, entries: Sequence[JournalEntry]) -> bool:

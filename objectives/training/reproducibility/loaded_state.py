@@ -17,7 +17,13 @@ def find_replaced_method(state: Any) -> str | None:
     """Return the path of the first object of a state that has a replaced method, or is a class; None if none is."""
     for path, value in walk(state):
         attributes = _get_attributes(value)
-        if isinstance(value, type) or any(not isinstance(n, str) or hasattr(type(value), n) for n in attributes):
+        names = list(dict.keys(attributes))
+        is_hidden = type(attributes) is not dict  # look-ups can find names that such a dictionary does not show
+        if (
+            is_hidden
+            or isinstance(value, type)
+            or any(not isinstance(n, str) or hasattr(type(value), n) for n in names)
+        ):
             return path
     return None
 
@@ -45,7 +51,7 @@ def walk(state: Any) -> Iterator[tuple[str, Any]]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            parts = [*_list_parts(value), *attributes.items()]
+            parts = [*_list_parts(value), *dict.items(attributes)]
             waiting += [(f"{path}.{key}" if path else str(key), part) for key, part in reversed(parts)]
 
 

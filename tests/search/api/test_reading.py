@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -263,8 +265,8 @@ def test_a_value_of_another_type_is_an_error_of_one_line(call: Callable[[], obje
 def test_wrong_arguments_change_nothing(study: Study) -> None:
     with pytest.raises(SearchError, match=r"^spec=5 is invalid; give a dictionary of settings, or a file$"):
         Study.create("digits", spec=5)  # type: ignore[arg-type]  # the mistake
-    for number in ("0", None, True):
-        with pytest.raises(SearchError, match=rf"^--trial {number!r}: study 's' has no such trial"):
+    for number in ("0", None, True, np.int64(99)):
+        with pytest.raises(SearchError, match=rf"^--trial {re.escape(repr(number))}: study 's' has no such trial"):
             study.retry(number)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(SearchError, match=r"^promote\(trail=2\): unknown argument; did you mean 'trial'\?$"):
         study.promote(trail=2)  # type: ignore[call-arg]  # the mistake

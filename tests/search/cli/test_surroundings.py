@@ -95,6 +95,23 @@ def test_a_umask_that_lets_all_users_write_new_files_is_changed(tmp_path: Path, 
     assert stat.S_IMODE((tmp_path / "wine.py").stat().st_mode) == mode
 
 
+def test_an_offset_of_a_day_is_an_error() -> None:
+    program = Path(sys.executable).with_name("hpsearch")
+    command = [program, "studies"]
+    ended = subprocess.run(command, env={**os.environ, "TZ": "UTC+24"}, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "TZ='UTC+24' is invalid: its offset is not below 24 hours; correct or unset TZ" in ended.stderr
+
+
+def test_completion_that_cannot_be_installed_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_bytes(b"alias x=\xff\n")
+    command = [Path(sys.executable).with_name("hpsearch"), "--install-completion", "bash"]
+    environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "--install-completion: a file of the shell cannot be changed" in ended.stderr
+
+
 @pytest.mark.soak
 def test_a_umask_that_closes_new_files_is_an_error() -> None:
     program = Path(sys.executable).with_name("hpsearch")

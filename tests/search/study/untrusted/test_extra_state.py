@@ -74,6 +74,8 @@ def test_attributes_cannot_hide_content(tmp_path: Path, place: str) -> None:
     with pytest.raises(checkpoint.CheckpointError, match="contains other objects than plain values and tensors"):
         checkpoint.read(tmp_path / "x.pt")
     assert find_extra_state(hidden) == "_extra_state"
+    hidden.__dict__ = OrderedDict()
+    assert find_replaced_method(hidden) == ""
     counter = Counter(a=1)
     counter.items = set  # type: ignore[method-assign]
     assert find_replaced_method({"a": [counter]}) == "a.0"
