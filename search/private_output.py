@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # of the kernels that Jupyter starts; their programs inherit it
+# Of kernels that Jupyter starts, and of all kernels of IPython (see `hpsearch.__main__`); their programs inherit it.
+_NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "HPSEARCH_NOTEBOOK")
 _KERNEL_COMMAND = re.compile(r"ipykernel|\bkernel\S*\.json\b")
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
@@ -31,7 +32,7 @@ def find_exposure(stream: Any) -> str | None:
         return None
     if stat.S_ISREG(status.st_mode):
         return _find_exposure_of_file(descriptor, status)
-    if os.environ.get(_NOTEBOOK_VARIABLE) or _has_kernel_as_parent():
+    if any(map(os.environ.get, _NOTEBOOK_VARIABLES)) or _has_kernel_as_parent():
         return "the output goes to a notebook, which other users may be able to read"
     if stat.S_ISFIFO(status.st_mode):
         return _find_exposure_of_pipe(status)
@@ -44,7 +45,8 @@ def find_exposure(stream: Any) -> str | None:
 def _has_kernel_as_parent() -> bool:
     """Return whether a notebook's kernel has started this process.
 
-    A kernel sends the output on a port that other users can read. VS Code starts kernels without Jupyter's variable.
+    A kernel sends the output on a port that other users can read. VS Code starts kernels without Jupyter's variable,
+    and users can set another backend of matplotlib.
     """
     import psutil
 

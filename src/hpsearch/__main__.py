@@ -34,7 +34,7 @@ def main() -> None:
     if is_handled:
         signal.signal(signal.SIGINT, _exit_interrupted)
     open_standard_streams()
-    os.environ["MPLBACKEND"] = "Agg"  # plots are files; an invalid value would end commands that load matplotlib
+    _replace_plot_backend()
     interrupt = make_interrupt_handler()
     # ./hpsearch blocks SIGINT. If the caller blocks or ignores SIGCHLD, this process
     # cannot read the exit codes of its children.
@@ -75,6 +75,13 @@ def main() -> None:
             signal.signal(signal.SIGINT, lambda *_: os._exit(code))
         prepare_exit(code)
         raise
+
+
+def _replace_plot_backend() -> None:
+    """Let plots be files; an invalid backend would end commands that load matplotlib."""
+    if os.environ.get("MPLBACKEND", "").startswith("module://"):  # the kernel of a notebook has set it
+        os.environ["HPSEARCH_NOTEBOOK"] = "1"
+    os.environ["MPLBACKEND"] = "Agg"
 
 
 def make_interrupt_handler() -> Callable[[int, FrameType | None], None]:

@@ -21,6 +21,7 @@ INTERNAL = {
         "FLEET_FAILED",
         "FLEET_PID",
         "FLEET_STUDY",
+        "NOTEBOOK",
         "SERVICE",
         "SOCKET_FOLDER",
         "STARTED_BY",

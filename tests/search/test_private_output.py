@@ -53,6 +53,15 @@ def test_a_command_in_a_notebook_prints_no_token(terminal: IO[str], monkeypatch:
     assert read_links(terminal, monkeypatch) == "link"
 
 
+def test_a_command_in_the_background_of_a_kernel_prints_no_secrets() -> None:
+    """Its shell has ended, so that the kernel is not among its parents."""
+    environment = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    command = [Path(sys.executable).with_name("hpsearch"), "secrets"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert _NOTEBOOK in done.stderr
+
+
 def test_a_kernel_without_the_variable_of_jupyter_is_a_notebook_too(terminal: IO[str], tmp_path: Path) -> None:
     """VS Code starts such kernels. Other users can subscribe to the port on which a kernel sends outputs."""
     code = "import sys; from hpsearch.search.private_output import find_exposure; sys.exit(find_exposure(sys.stdout))"

@@ -6,7 +6,10 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import FloatDistribution
+from torch import nn
 
+from hpsearch import Dataset, Objective, Splits, TrainConfig
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.factories import spec_of
@@ -29,3 +32,23 @@ def read_error(capsys: pytest.CaptureFixture[str]) -> str:
     assert error.startswith("hpsearch: ")
     assert error.count("\n") == 1
     return error
+
+
+class Mine(Objective):
+    name, metric, direction = "mine", "accuracy", "maximize"
+
+    def data(self, seed: int) -> Splits:
+        raise NotImplementedError
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        raise NotImplementedError
+
+    def suggest(self, trial: Any) -> TrainConfig:
+        lr = trial.suggest_float("lr", 0.1, 1.0)
+        return TrainConfig(lr=lr, model={"start": "zeros.pt", "tag": f"trial-{trial.number}"})
+
+
+def make_trial(lr: float) -> optuna.trial.FrozenTrial:
+    trial = optuna.trial.create_trial(value=0.5, params={"lr": lr}, distributions={"lr": FloatDistribution(0.0, 2.0)})
+    trial.number = 3
+    return trial

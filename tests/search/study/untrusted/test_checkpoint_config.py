@@ -5,28 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import optuna
 import pytest
-from optuna.distributions import FloatDistribution
-from torch import nn
 
-from hpsearch import Dataset, LoopObjective, Objective, Splits, TrainConfig
+from hpsearch import LoopObjective, TrainConfig
 from hpsearch.search.errors import SearchError
 from hpsearch.search.study.checkpoint_origin import replace_config
-
-
-class Mine(Objective):
-    name, metric, direction = "mine", "accuracy", "maximize"
-
-    def data(self, seed: int) -> Splits:
-        raise NotImplementedError
-
-    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        raise NotImplementedError
-
-    def suggest(self, trial: Any) -> TrainConfig:
-        lr = trial.suggest_float("lr", 0.1, 1.0)
-        return TrainConfig(lr=lr, model={"start": "zeros.pt", "tag": f"trial-{trial.number}"})
+from tests.search.study.untrusted.support import Mine, make_trial
 
 
 @dataclasses.dataclass
@@ -43,12 +27,6 @@ class Loop(LoopObjective):
 
     def run(self, trial: Any) -> None:
         raise NotImplementedError
-
-
-def make_trial(lr: float) -> optuna.trial.FrozenTrial:
-    trial = optuna.trial.create_trial(value=0.5, params={"lr": lr}, distributions={"lr": FloatDistribution(0.0, 2.0)})
-    trial.number = 3
-    return trial
 
 
 def test_the_objective_gets_its_own_configuration() -> None:

@@ -23,7 +23,7 @@ from hpsearch.search.study.checkpoint_origin import find_unsafe_part
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.errors import UnsafeCheckpointError
 from tests.factories import spec_of
-from tests.search.study.untrusted.test_checkpoint_config import Mine, make_trial
+from tests.search.study.untrusted.support import Mine, make_trial
 from tests.search.worker.checkpointed import Study, state_after
 
 _PICKLE = torch.frombuffer(bytearray(pickle.dumps({"scale": 1.0})), dtype=torch.uint8)
