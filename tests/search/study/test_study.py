@@ -82,7 +82,7 @@ def test_run_reads_the_trials_again_after_the_delivery(database_url: str, monkey
 
     monkeypatch.setattr(fleet, "Tracker", lambda *_: SimpleNamespace(flush=deliver))
     monkeypatch.setattr(fleet, "open_checkpoints", lambda *_: None)
-    services: Any = SimpleNamespace(open_tracking=lambda: None, home=None)
+    services: Any = SimpleNamespace(open_tracking=lambda: None, home=None, checkpoint_url=None)
     fleet.flush_outbox(PlainConsole(file=io.StringIO()), services, study, interrupted=False)
     assert summarise(study).untracked == 0
 
