@@ -16,7 +16,9 @@ from typing import Any
 
 # Of kernels that Jupyter starts, and of all kernels of IPython (see `hpsearch.__main__`); their programs inherit it.
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "HPSEARCH_NOTEBOOK")
-_KERNEL_COMMAND = re.compile(r"ipykernel|\bkernel\S*\.json\b")
+_KERNEL_ARGUMENT = re.compile(
+    r"(\S*/)?(ipykernel|\w+_kernel_launcher|ipykernel_launcher)(\.py)?|(-\S+=)?(\S*/)?kernel-[^/\s]+\.json"
+)
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 
 
@@ -25,15 +27,16 @@ def find_exposure(stream: Any) -> str | None:
 
     The shell opens the output, perhaps by a link of another user, before the command starts.
     """
-    try:
+    descriptor, status = -1, None
+    with suppress(OSError, ValueError, AttributeError):  # closed, or no file
         descriptor = stream.fileno()
         status = os.fstat(descriptor)
-    except (OSError, ValueError, AttributeError):  # closed, or no file
-        return None
-    if stat.S_ISREG(status.st_mode):
+    if status is not None and stat.S_ISREG(status.st_mode):
         return _find_exposure_of_file(descriptor, status)
     if any(map(os.environ.get, _NOTEBOOK_VARIABLES)) or _has_kernel_as_parent():
         return "the output goes to a notebook, which other users may be able to read"
+    if status is None:
+        return None
     if stat.S_ISFIFO(status.st_mode):
         return _find_exposure_of_pipe(status)
     if os.isatty(descriptor) and not _is_trusted(status.st_uid) and not _is_controlling_terminal(descriptor):
@@ -50,9 +53,11 @@ def _has_kernel_as_parent() -> bool:
     """
     import psutil
 
-    for parent in psutil.Process().parents():
-        with suppress(psutil.Error):
-            if _KERNEL_COMMAND.search(" ".join(parent.cmdline())):
+    process: psutil.Process | None = psutil.Process()
+    with suppress(psutil.Error):  # /proc may hide the processes of other users
+        while process is not None:
+            process = process.parent()
+            if process is not None and any(map(_KERNEL_ARGUMENT.fullmatch, process.cmdline())):
                 return True
     return False
 

@@ -65,7 +65,7 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
-_earlier: set[int] | None = None  # processes of the session that `end_session` spares
+_earlier: set[int] | None = None  # PIDs of the session before this command; None in a process that is no command
 _STARTED_BY = "HPSEARCH_STARTED_BY"  # variable that the programs of an objective inherit
 
 
@@ -107,18 +107,25 @@ def end_session() -> list[int]:
 
 
 def _is_started(process: psutil.Process, own: int) -> bool:
-    """Return whether a process of this session is a descendant of this command, or was one before its parents ended."""
+    """Return whether this command is an ancestor of a process of its session.
+
+    Orphans are recognized by the session or process group that this command leads, or by their environment.
+    """
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
         if process.pid == own or os.getsid(process.pid) != os.getsid(0):
             return False
-        for each in (process, *process.parents()):
-            if each.pid == own:
-                return True
-            if each.pid in (_earlier or ()):
-                return False
-        return os.getsid(0) == own or process.environ().get(_STARTED_BY) == str(own)
+        with contextlib.suppress(psutil.AccessDenied):  # /proc may hide the processes of other users
+            each: psutil.Process | None = process
+            while each is not None:
+                if each.pid == own:
+                    return True
+                if each.pid in (_earlier or ()):
+                    return False
+                each = each.parent()
+        is_leader = own in (os.getsid(process.pid), os.getpgid(process.pid))
+        return is_leader or process.environ().get(_STARTED_BY) == str(own)
     return False
 
 

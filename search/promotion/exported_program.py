@@ -16,6 +16,7 @@ import operator
 import re
 import unicodedata
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,14 +169,21 @@ def _is_plain_pickle(content: bytes) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of exactly these types: objects of others can hide content from this check."""
+    """Return whether a value contains only plain values, containers and tensors; subclasses could hide content."""
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
-    if type(value) is dict:  # torch writes the keys into the messages of guards, which are code
-        return all(_is_plain_text(key) and _is_plain(part) for key, part in value.items())
+    if type(value) in (dict, OrderedDict):  # torch writes the keys into the messages of guards, which are code
+        items = list(dict.items(value))
+        is_shown = list(value) == [key for key, _ in items] and not _has_attributes(value)
+        return is_shown and all(_is_plain_text(key) and _is_plain(part) for key, part in items)
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return not vars(value)
+        return not _has_attributes(value)
     return _is_plain_text(value) or type(value) in (bool, int, float, type(None))
+
+
+def _has_attributes(value: Any) -> bool:
+    attributes = getattr(value, "__dict__", {})
+    return type(attributes) is not dict or bool(attributes)
 
 
 def _is_plain_text(value: Any) -> bool:

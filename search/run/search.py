@@ -154,7 +154,7 @@ def _delete_rejected(study: StoredStudy, *, is_enabled: bool) -> Iterator[None]:
     except Exception as error:
         is_away = isinstance(error, (StorageInternalError, DBAPIError, ServiceUnavailableError))
         if is_enabled and (not is_away or isinstance(error, TrackingUnavailableError)):
-            with suppress(StorageInternalError, DBAPIError):
+            with suppress(StorageInternalError, DBAPIError, KeyError):  # such as a study that was deleted
                 if all(trial.state == TrialState.WAITING for trial in study.trials()):
                     study.storage.delete_study(study.study_id)
         raise

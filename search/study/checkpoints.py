@@ -173,8 +173,8 @@ class StudyCheckpoints:
         study_id: id of the study.
         folder: name of the study's folder in the store, which is unique across databases.
         are_shared: whether trials copy checkpoints of other trials, so that a file may belong to several trials.
-        confirmation: what the user has to do before files with extra states are loaded, because only the database names
-            their address, or because they are from a backup; None if nothing.
+        confirmation: the remedy that permits files with extra states: an option if only the database names the
+            address, a command if the files are from a backup; None if they are permitted.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ _EXIT_REASONS = {
     EXIT_DRAINED: "stopped",
     EXIT_GAVE_UP: "trials failed",
     EXIT_UNAVAILABLE: "a service was unavailable",
-    EXIT_USER_ERROR: "a checkpoint needs a confirmation",
+    EXIT_USER_ERROR: "a checkpoint needs the user's confirmation",
 }
 
 

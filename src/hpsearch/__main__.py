@@ -19,6 +19,7 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAX_IMPORT_SECONDS = 5.0  # for which an interrupt waits
 _HANDLING_SECONDS = 3.0  # after which a signal counts as not handled
 _MAX_SIGNALS = 4096  # read at once
+_KERNEL_BACKENDS = ("module://matplotlib_inline", "module://ipykernel", "module://ipympl")
 _LONGEST_CAUSE = 300  # characters
 
 
@@ -78,8 +79,11 @@ def main() -> None:
 
 
 def _replace_plot_backend() -> None:
-    """Let plots be files; an invalid backend would end commands that load matplotlib."""
-    if os.environ.get("MPLBACKEND", "").startswith("module://"):  # the kernel of a notebook has set it
+    """Let plots be files, and record whether the kernel of a notebook has started this command.
+
+    An invalid backend would end commands that load matplotlib.
+    """
+    if os.environ.get("MPLBACKEND", "").startswith(_KERNEL_BACKENDS):
         os.environ["HPSEARCH_NOTEBOOK"] = "1"
     os.environ["MPLBACKEND"] = "Agg"
 

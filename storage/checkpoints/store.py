@@ -311,17 +311,14 @@ def is_identical(path: Path, stored: StoredFile) -> bool:
         return False
 
 
-_IPV6 = re.compile(r"//[^/]*\[[^\]/]*\]")
-
-
 def _open(url: str, head: str) -> tuple[Any, str]:
     import fsspec
 
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
         raise StorageError(f"{head} is empty; give a folder or a URL such as s3://bucket/prefix")
-    if "::" in _IPV6.sub("", url) and "://" in url:  # drivers of caches ignore the checks of this module
-        raise StorageError(f"{head} is a chain of URLs; use the last URL of the chain")
+    if "::" in url and "://" in url:  # drivers of caches ignore the checks of this module
+        raise StorageError(f"{head} is a chain of URLs, or has an IPv6 address; use the last URL, and the host's name")
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():

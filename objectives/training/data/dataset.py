@@ -38,6 +38,10 @@ class Stream:
         if not isinstance(length, int) or not 1 <= length <= _MAX_STREAM_LENGTH:
             limits = f"from 1 to {_MAX_STREAM_LENGTH:,}"
             raise ObjectiveError(f"length, the number of samples per epoch, must be {limits}, not {length!r}")
+        if isinstance(source, Iterator) and type(source).__module__ in ("builtins", "itertools"):  # such as a generator
+            raise ObjectiveError(
+                f"the {type(source).__name__} can be read only once; pass an iterable that starts again at each epoch"
+            )
         self._source, self._length = source, length
         self._running: Iterator[Any] | None = None
         self._next = 0

@@ -92,7 +92,9 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(state).__name__}")
     if (replaced := find_replaced_method(state)) is not None:
-        raise CheckpointError(f"{path} contains other objects than plain values and tensors ({replaced or 'itself'})")
+        raise CheckpointError(
+            f"{path} may be manipulated: attributes of {replaced or 'the state'} replace methods of its class"
+        )
     return state
 
 
@@ -102,6 +104,11 @@ def check_readable(state: dict[str, Any]) -> None:
     Raises:
         ObjectiveError: the state contains objects other than plain values and tensors, such as a subclass of a tensor.
     """
+    if (replaced := find_replaced_method(state)) is not None:
+        raise ObjectiveError(
+            f"a checkpoint cannot store {replaced or 'the state'}: its attributes replace methods of its class; remove "
+            "these attributes"
+        )
     if (found := _find_unreadable(state, "")) is None:
         return
     name, part = found

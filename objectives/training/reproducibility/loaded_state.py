@@ -7,24 +7,27 @@ uses the state later.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def find_replaced_method(state: Any) -> str | None:
-    """Return the path of the first object of a state that has a replaced method, or is a class; None if none is."""
+    """Return the path of the first container or tensor whose attributes hide those of its class; None if there is none.
+
+    Objects of classes that the user has allowed with `torch.serialization.add_safe_globals` are not checked.
+    """
     for path, value in walk(state):
         attributes = _get_attributes(value)
-        names = list(dict.keys(attributes))
-        is_hidden = type(attributes) is not dict  # look-ups can find names that such a dictionary does not show
-        if (
-            is_hidden
-            or isinstance(value, type)
-            or any(not isinstance(n, str) or hasattr(type(value), n) for n in names)
-        ):
+        if type(attributes) is not dict:  # look-ups can find names that such a dictionary does not show
             return path
+        kinds = (OrderedDict, Counter) if isinstance(value, dict) else (Parameter,) if _is_tensor(value) else ()
+        for name in attributes:
+            if kinds and (not isinstance(name, str) or any(hasattr(kind, name) for kind in kinds)):
+                return path
     return None
 
 
@@ -67,5 +70,10 @@ def _get_attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_harmless(extra_state: Any) -> bool:
-    is_empty = isinstance(extra_state, Tensor) and Tensor.numel(extra_state) == 0
+    is_empty = _is_tensor(extra_state) and Tensor.numel(extra_state) == 0
     return is_empty or extra_state is None or isinstance(extra_state, (bool, int, float))
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, not of a subclass, which may have attributes of its own with any names."""
+    return type(value) in (Tensor, Parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -71,7 +72,7 @@ def test_attributes_cannot_hide_content(tmp_path: Path, place: str) -> None:
     if place == "state":
         state.items = set  # type: ignore[method-assign, assignment]
     checkpoint.write(tmp_path / "x.pt", dict(state) if place == "metadata" else state)
-    with pytest.raises(checkpoint.CheckpointError, match="contains other objects than plain values and tensors"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"manipulated: attributes of .* replace methods"):
         checkpoint.read(tmp_path / "x.pt")
     assert find_extra_state(hidden) == "_extra_state"
     hidden.__dict__ = OrderedDict()
@@ -85,10 +86,25 @@ def test_attributes_of_tensors_cannot_hide_content(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.numel = complex  # type: ignore[method-assign, assignment]
     checkpoint.write(tmp_path / "x.pt", {"model": {"_extra_state": parameter}})
-    with pytest.raises(checkpoint.CheckpointError, match=r"plain values and tensors \(model\._extra_state\)"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"attributes of model\._extra_state replace methods"):
         checkpoint.read(tmp_path / "x.pt")
     parameter.numel = torch.ones(1).numel  # type: ignore[method-assign]
     assert find_extra_state({"_extra_state": parameter}) == "_extra_state"
+
+
+@dataclasses.dataclass
+class Kept:
+    """A class that a user allows."""
+
+    rate: float = 0.5
+
+
+def test_classes_that_the_user_allows_are_read(tmp_path: Path) -> None:
+    state = {"kept": Kept(0.25), "kind": OrderedDict}
+    with torch.serialization.safe_globals([Kept]):
+        checkpoint.check_readable(state)
+        checkpoint.write(tmp_path / "x.pt", state)
+        assert checkpoint.read(tmp_path / "x.pt") == state
 
 
 def test_states_with_own_attributes_and_cycles_are_read(tmp_path: Path) -> None:
