@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
@@ -104,7 +106,18 @@ class StudylessTrial:
         return dict(self.values)
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Set a user attribute of this trial."""
+        """Set a user attribute of this trial.
+
+        Raises:
+            ObjectiveError: the study's database cannot store the value, which must be JSON.
+        """
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise ObjectiveError(
+                f"the user attribute {key!r} has the value {reprlib.repr(value)} of type {type(value).__name__}; use "
+                "numbers, texts, lists and dictionaries of Python"
+            ) from None
         self.user_attrs[key] = value
 
     def suggest_float(

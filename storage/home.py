@@ -175,6 +175,8 @@ def resolve_home(value: str | None = None) -> Path:
         if "://" in chosen:
             raise StorageError(f"{setting} {chosen!r} is a URL; set {setting} to a folder of this machine")
         check_encodable(chosen, setting)
+        if {"\r", "\n"} & set(chosen):  # of which Postgres accepts none
+            raise StorageError(f"{setting} {chosen!r} contains a line end; remove it, for example from the .env file")
         try:
             return Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import optuna
 import pytest
 
@@ -108,3 +109,10 @@ def test_a_model_may_use_parameters_of_the_default_configuration(objective_with)
 def test_an_error_in_the_search_space_is_reported(objective_with):
     with pytest.raises(ObjectiveError, match=r"Changed.suggest: .*test_default_config.py:\d+: ZeroDivisionError"):
         objective_with(suggest=lambda *_: 1 / 0).default_config()
+
+
+def test_a_user_attribute_that_the_database_cannot_store_is_an_error() -> None:
+    trial = FixedTrial({})
+    trial.set_user_attr("rows", [3, "x", None])
+    with pytest.raises(ObjectiveError, match=r"^the user attribute 'n' has the value .*3.* of type int64; use numbers"):
+        trial.set_user_attr("n", np.int64(3))
