@@ -6,6 +6,7 @@ pruners in memory, which is faster; searches that both support are equal.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from functools import cache
 from multiprocessing.util import Finalize
@@ -40,13 +41,13 @@ LEASE = 10**6  # seconds: no worker fails in the simulation
 @cache
 def storage() -> PostgresStorage:
     """Start a Postgres server that ends with the process, and create a database."""
-    folder = tempfile.TemporaryDirectory(prefix="hpsearch-quality-", ignore_cleanup_errors=True)
-    home = Path(folder.name).resolve()
+    # Not a TemporaryDirectory, which a process that is forked from this one would remove when it exits.
+    home = Path(tempfile.mkdtemp(prefix="hpsearch-quality-")).resolve()
     home.chmod(0o755)  # if run as root, Postgres runs as another user, which needs access
     server = EmbeddedPostgres(make_postgres_folder(home), home / "postgres.log")
     port = server.start(None)
     Finalize(None, server.stop, exitpriority=2)  # `atexit` does nothing in a process of a pool
-    Finalize(None, folder.cleanup, exitpriority=1)
+    Finalize(None, shutil.rmtree, (home,), {"ignore_errors": True}, exitpriority=1)
     made = create_databases(server.make_url(port), owner_password="o", worker_password="w", mlflow_password="m")
     migrate(made.owner_url)
     return PostgresStorage(make_engine(made.worker_url, application_name="search quality", pool_size=2))
