@@ -151,7 +151,7 @@ def _delete_rejected(study: StoredStudy, *, is_enabled: bool) -> Iterator[None]:
     """Delete the study if the block raises and no trial has started, unless the database is unavailable."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of the objective, a service or hpsearch itself
         is_away = isinstance(error, (StorageInternalError, DBAPIError, ServiceUnavailableError))
         if is_enabled and (not is_away or isinstance(error, TrackingUnavailableError)):
             with suppress(StorageInternalError, DBAPIError, KeyError):  # such as a study that was deleted
