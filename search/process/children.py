@@ -109,24 +109,31 @@ def end_session() -> list[int]:
 def _is_started(process: psutil.Process, own: int) -> bool:
     """Return whether this command is an ancestor of a process of its session.
 
-    Orphans are recognized by the session or process group that this command leads, or by their environment.
+    Orphans are recognized by their environment or by the session or process group that this command leads. An earlier
+    process can have adopted them, such as the first process of a container.
     """
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
         if process.pid == own or os.getsid(process.pid) != os.getsid(0):
             return False
-        with contextlib.suppress(psutil.AccessDenied):  # /proc may hide the processes of other users
-            each: psutil.Process | None = process
-            while each is not None:
-                if each.pid == own:
-                    return True
-                if each.pid in (_earlier or ()):
-                    return False
-                each = each.parent()
-        is_leader = own in (os.getsid(process.pid), os.getpgid(process.pid))
-        return is_leader or process.environ().get(_STARTED_BY) == str(own)
+        ancestor = _find_known_ancestor(process, own)
+        is_member = ancestor is None and own in (os.getsid(process.pid), os.getpgid(process.pid))
+        return ancestor == own or is_member or process.environ().get(_STARTED_BY) == str(own)
     return False
+
+
+def _find_known_ancestor(process: psutil.Process, own: int) -> int | None:
+    """Return the PID of the nearest ancestor that is this process or an earlier one; None where there is none."""
+    import psutil
+
+    each: psutil.Process | None = process
+    with contextlib.suppress(psutil.AccessDenied):  # /proc may hide the processes of other users
+        while each is not None:
+            if each.pid == own or each.pid in (_earlier or ()):
+                return each.pid
+            each = each.parent()
+    return None
 
 
 def end_started_programs() -> None:

@@ -40,6 +40,11 @@ def test_a_signal_while_the_interpreter_exits_does_not_replace_the_exit_code() -
     assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], check=False).returncode == 3
 
 
+ADOPT = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: adopt orphans as the first process of a container does
+subprocess.run([sys.executable, *sys.argv[1:]], check=True)
+"""
 LEFT = """
 import os, subprocess, sys, time
 import psutil
@@ -51,7 +56,7 @@ earlier.stdin.close()
 children = [os.fork() or time.sleep(1000), subprocess.Popen(["sleep", "1000"]).pid]
 orphan = int(subprocess.run(["sh", "-c", "sleep 1000 >&- 2>&- & echo $!"], stdout=subprocess.PIPE).stdout)
 subprocess.Popen(["sleep", "1000"], start_new_session=True).kill()  # such as a service
-while len(own := psutil.Process(earlier.pid).children()) < 1:
+while len(own := psutil.Process(earlier.pid).children()) < 1 or not psutil.Process(orphan).environ():
     time.sleep(0.01)
 if sys.argv[1:] == ["command"]:
     ended = sorted(end_session()) == sorted([*children, orphan])
@@ -63,10 +68,16 @@ print(ended, os.waitpid(children[0], 0)[1], os.waitpid(children[1], 0)[1])
 """
 
 
-@pytest.mark.parametrize(("kind", "is_leader"), [("worker", True), ("command", True), ("command", False)])
-def test_a_worker_kills_the_processes_that_code_of_the_objective_left(kind: str, *, is_leader: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_leader", "parent"),
+    [("worker", True, []), ("command", True, []), ("command", False, []), ("command", True, ["-c", ADOPT])],
+    ids=["worker", "leader", "member", "container"],
+)
+def test_a_worker_kills_the_processes_that_code_of_the_objective_left(
+    kind: str, parent: list[str], *, is_leader: bool
+) -> None:
     """A command spares processes that its shell has started before."""
-    command = [sys.executable, "-c", LEFT, kind]
+    command = [sys.executable, *parent, "-c", LEFT, kind]
     done = subprocess.run(command, start_new_session=is_leader, capture_output=True, text=True, check=True)
     assert done.stdout == "True 9 9\n"
 
