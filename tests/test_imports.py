@@ -143,6 +143,7 @@ MODULES = (
     "host_name",
     "kill_points",
     "redaction",
+    "short_lists",
     "tolerant_logger",
     "working_folder",
 )

@@ -9,6 +9,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import MONITOR_SECTION, confirm, echo, echo_report, register
+from hpsearch.short_lists import join_first
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -273,11 +274,5 @@ def _make_table(found: list[Garbage]) -> Table:
 
     table = plain_table("study", "files", "trials", "where", "size", right=("size",))
     for item in found:
-        table.add_row(item.study, item.kind, _format_numbers(item.trials), item.location, decimal(item.size))
+        table.add_row(item.study, item.kind, join_first(item.trials, 8), item.location, decimal(item.size))
     return table
-
-
-def _format_numbers(trials: tuple[int, ...], most: int = 8) -> str:
-    """Return trial numbers as text, shortened to the first `most`: ``0, 3, 4 and 12 more``."""
-    more = f" and {len(trials) - most} more" if len(trials) > most else ""
-    return ", ".join(map(str, trials[:most])) + more

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpsearch.search.console import format_command, pluralize
+from hpsearch.search.console import format_command
 from hpsearch.search.doctor.checks import Checks, Finding
+from hpsearch.short_lists import join_first
 from hpsearch.storage.database.connect import (
     find_encoding_fault,
     open_cursor,
@@ -86,11 +87,11 @@ def _check_permissions(cursor: Any) -> Finding:
     if tables := [name for name, _, lacking in rows if lacking]:
         rights = ", ".join(sorted({right for *_, lacking in rows for right in lacking}))
         grant = f"run as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"
-        return Finding("failed", f"user {user!r} lacks {rights} on the tables {_shorten_list(tables)}", grant)
+        return Finding("failed", f"user {user!r} lacks {rights} on the tables {join_first(tables)}", grant)
     cursor.execute(_FIND_LOCKED_SEQUENCES, ([name for name, *_ in rows],))
     if sequences := [name for (name,) in cursor.fetchall()]:
         grant = f"run as the owner: GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {user}"
-        return Finding("failed", f"user {user!r} lacks USAGE on the sequences {_shorten_list(sequences)}", grant)
+        return Finding("failed", f"user {user!r} lacks USAGE on the sequences {join_first(sequences)}", grant)
     return Finding("ok", f"user {user!r} may read and write all {len(rows)} tables")
 
 
@@ -128,8 +129,3 @@ DATABASE_CHECKS: Checks = (
     ("clock", _check_clock, "database"),
     ("connections", _check_connections, "database"),
 )
-
-
-def _shorten_list(names: list[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {pluralize(more, 'other')}" if more > 0 else "")

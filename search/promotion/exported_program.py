@@ -163,22 +163,33 @@ def _is_plain_pickle(content: bytes) -> bool:
     """Return whether a file contains positional and keyword arguments of plain types."""
     try:
         arguments = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        return list(map(type, arguments)) == [tuple, dict] and _is_plain(arguments)
+        return list(map(type, arguments)) == [tuple, dict] and _is_plain(arguments, {})
     except Exception:  # of many types; without this check, torch falls back to an unrestricted unpickler
         return False
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value contains only plain values, containers and tensors; subclasses could hide content."""
+def _is_plain(value: Any, plain: dict[int, Any]) -> bool:
+    """Return whether a value contains only plain values, containers and tensors; subclasses could hide content.
+
+    Args:
+        value: the value.
+        plain: the values by id that are known to be plain; a value can occur many times.
+    """
+    if id(value) in plain:
+        return True
     if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    if type(value) in (dict, OrderedDict):  # torch writes the keys into the messages of guards, which are code
+        is_plain = all(_is_plain(part, plain) for part in value)
+    elif type(value) in (dict, OrderedDict):  # torch writes the keys into the messages of guards, which are code
         items = list(dict.items(value))
         is_shown = list(value) == [key for key, _ in items] and not _has_attributes(value)
-        return is_shown and all(_is_plain_text(key) and _is_plain(part) for key, part in items)
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return not _has_attributes(value)
-    return _is_plain_text(value) or type(value) in (bool, int, float, type(None))
+        is_plain = is_shown and all(_is_plain_text(key) and _is_plain(part, plain) for key, part in items)
+    elif type(value) in (torch.Tensor, torch.nn.Parameter):
+        is_plain = not _has_attributes(value)
+    else:
+        is_plain = _is_plain_text(value) or type(value) in (bool, int, float, type(None))
+    if is_plain:
+        plain[id(value)] = value
+    return is_plain
 
 
 def _has_attributes(value: Any) -> bool:

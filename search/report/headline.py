@@ -18,6 +18,7 @@ from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value
+from hpsearch.short_lists import join_first
 from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, REASON, VAL_SAMPLES
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.trials.history import read_run_intervals
@@ -173,8 +174,7 @@ def _find_default_on_front(study: StoredStudy, summary: Summary) -> list[str]:
 
 def _list_trials(numbers: list[int]) -> str:
     """Return the numbers of trials as text: ``trial 3``, or ``trials 3, 5 and 2 more``."""
-    more = f" and {len(numbers) - _MAX_LISTED} more" if len(numbers) > _MAX_LISTED else ""
-    return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MAX_LISTED]))}{more}"
+    return f"trial{'s' if len(numbers) > 1 else ''} {join_first(numbers, _MAX_LISTED)}"
 
 
 def _format_unconfirmed(study: StoredStudy, summary: Summary) -> str:
@@ -309,8 +309,7 @@ def _find_edges(study: StoredStudy, best: FrozenTrial) -> list[NextStep]:
         found.append(f"{name} {format_value(value)} ({side} edge of {low} to {high})")
     if not found:
         return []
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    finding = f"the best trial is at the edge of a range: {', '.join(found[:3])}{more}; widen it in suggest, and search"
+    finding = f"the best trial is at the edge of a range: {join_first(found)}; widen it in suggest, and search"
     options = ("--warm-start", spec.name) if spec.sampler.can_warm_start and not spec.constraints else ()
     command = format_command("run", spec.objective, "--name", f"{spec.name}-wider", *options)
     return [NextStep(f"{finding} again", command)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpsearch.short_lists import join_first
 from hpsearch.storage.database.schema import OPTUNA_TABLES, OPTUNA_TYPES, OWN_TABLES, REVISION_TABLES, STUDY_IDS_TABLE
 
 _SHOWN_OBJECTS = 5
@@ -59,7 +60,8 @@ def revoke_create_privileges(cursor: Any) -> tuple[list[str], list[str]]:
     errors += _describe_foreign_objects([*_find_foreign_objects(cursor, schemas, _CODE).values(), *used.values()])
     if others := [description for name, description in tables.items() if name not in used]:
         warnings.append(
-            f"other users own tables in the schema of the studies: {_shorten(others)}; check their triggers"
+            f"other users own tables in the schema of the studies: {join_first(others, _SHOWN_OBJECTS)}; "
+            "check their triggers"
         )
     return errors, warnings
 
@@ -119,15 +121,10 @@ def _describe_foreign_objects(objects: list[str]) -> list[str]:
         return []
     return [
         f"other users own objects in the search path of the tables, whose code could run as the owner: "
-        f"{_shorten(objects)}; if one of these users owns your studies, connect as this user (for a group: "
-        "?options=-c%20role%3DGROUP); otherwise drop the objects or move them to another schema, as a superuser or as "
-        "their owner"
+        f"{join_first(objects, _SHOWN_OBJECTS)}; if one of these users owns your studies, connect as this user (for a "
+        "group: ?options=-c%20role%3DGROUP); otherwise drop the objects or move them to another schema, as a superuser "
+        "or as their owner"
     ]
-
-
-def _shorten(objects: list[str]) -> str:
-    more = len(objects) - _SHOWN_OBJECTS
-    return ", ".join(objects[:_SHOWN_OBJECTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _find_creators(cursor: Any, schemas: list[str]) -> list[tuple[str, str, str, bool]]:

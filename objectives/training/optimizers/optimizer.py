@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from hpsearch.objectives.errors import ObjectiveError, get_first_line
 from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.short_lists import join_first
 
 # Normalization layers by type, because layers in a Sequential have no meaningful names.
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
@@ -232,8 +233,7 @@ def complete_groups(model: nn.Module, config: TrainConfig, groups: ParameterGrou
         raise ObjectiveError("a parameter occurs twice in the parameter groups; list each parameter once")
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(ids)]
     if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        raise ObjectiveError(f"no parameter group has {', '.join(left[:3])}{more}; add one, or set requires_grad=False")
+        raise ObjectiveError(f"no parameter group has {join_first(left)}; add one, or set requires_grad=False")
     return found
 
 
