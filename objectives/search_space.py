@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
@@ -46,7 +45,29 @@ class TrialProtocol(Protocol):
         """Suggest one of the choices: None, bool, int, float or str."""
 
 
-_LONGEST_NAME = 512  # characters; the type of the name of a parameter in Optuna's tables
+_LONGEST_NAME = 512  # characters; the type of the name of a parameter or attribute in Optuna's tables
+
+
+def check_name(kind: str, name: str) -> None:
+    """Check that the database accepts the name of a parameter or user attribute.
+
+    Raises:
+        ObjectiveError: the database rejects it.
+    """
+    if not isinstance(name, str):
+        raise ObjectiveError(f"the name of a {kind} is {repr(name)[:80]}, of type {type(name).__name__}; use a text")
+    if not name:
+        raise ObjectiveError(f"a {kind} has an empty name; give it a name")
+    if len(name) > _LONGEST_NAME:
+        raise ObjectiveError(
+            f"{kind} {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
+        )
+    _check_text(f"{kind} {name!r} has the name", name)
+
+
+def _check_text(head: str, text: str) -> None:
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ObjectiveError(f"{head} {text!r}, which contains a null character or is not valid UTF-8; use another one")
 
 
 def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[float] = ()) -> None:
@@ -55,10 +76,7 @@ def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[flo
     Raises:
         ObjectiveError: the database or the samplers reject one of them.
     """
-    if len(name) > _LONGEST_NAME:
-        raise ObjectiveError(
-            f"parameter {name[:40] + '...'!r} has a name of {len(name)} characters; use at most {_LONGEST_NAME}"
-        )
+    check_name("parameter", name)
     for choice in choices:
         if choice is not None and not isinstance(choice, (bool, int, float, str)):
             raise ObjectiveError(
@@ -73,14 +91,9 @@ def check_parameter(name: str, choices: Sequence[Any] = (), bounds: Sequence[flo
                 f"parameter {name!r} has the choices {other!r} and {choice!r}, which are equal in Python, so that "
                 "trials would get only one of them; let the choices be texts, or remove one"
             )
-    if not name:
-        raise ObjectiveError("a parameter has an empty name; give it a name")
-    for kind, text in (("name", name), *(("choice", choice) for choice in choices if isinstance(choice, str))):
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            raise ObjectiveError(
-                f"parameter {name!r} has the {kind} {text!r}, which contains a null character or is not valid "
-                f"UTF-8; use another {kind}"
-            )
+    for choice in choices:
+        if isinstance(choice, str):
+            _check_text(f"parameter {name!r} has the choice", choice)
     for bound in bounds:
         if isinstance(bound, float) and not math.isfinite(bound):
             raise ObjectiveError(f"parameter {name!r} has the bound {bound}; give a finite number")
@@ -109,14 +122,15 @@ class StudylessTrial:
         """Set a user attribute of this trial.
 
         Raises:
-            ObjectiveError: the study's database cannot store the value, which must be JSON.
+            ObjectiveError: the study's database rejects the name, or the value cannot be converted to JSON.
         """
+        check_name("user attribute", key)
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):
             raise ObjectiveError(
-                f"the user attribute {key!r} has the value {reprlib.repr(value)} of type {type(value).__name__}; use "
-                "numbers, texts, lists and dictionaries of Python"
+                f"the user attribute {key!r} has a value of type {type(value).__name__} that JSON cannot represent; "
+                "use None, bool, int, float, str, and lists and dictionaries of them"
             ) from None
         self.user_attrs[key] = value
 

@@ -17,7 +17,8 @@ from typing import Any
 # Programs that a notebook's kernel starts inherit them. Jupyter sets the first, and `hpsearch.__main__` the second.
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "HPSEARCH_NOTEBOOK")
 _KERNEL_ARGUMENT = re.compile(  # of a command such as `python -m ipykernel_launcher -f FOLDER/kernel-ID.json`
-    r"(\S*/)?(ipykernel|\w+_kernel_launcher|ipykernel_launcher)(\.py)?|(-\S+=)?(\S*/)?kernel-[^/\s]+\.json"
+    r"(.*/)?(\w*ipykernel(_launcher|\.kernelapp)?|\w+_kernel_launcher)(\.py)?|from ipykernel.*|"
+    r"(-\S+=)?(.*/)?kernel-[^/\s]+\.json"
 )
 _OVERFLOW_UID = 65534  # of users who do not exist in a container, but may have started it
 

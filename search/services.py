@@ -73,6 +73,16 @@ class Services:
         assert address is not None
         return Tracking(address, ui_url=os.environ.get(MLFLOW_UI_URL))
 
+    def open_available_tracking(self) -> Tracking:
+        """Return a client of the tracking server, after a quick check that the server answers.
+
+        Raises:
+            TrackingUnavailableError: the server does not answer.
+        """
+        tracking = self.open_tracking()
+        check_server(tracking.uri)
+        return tracking
+
 
 def resolve_addresses(where: Addresses) -> Addresses:
     """Return the given addresses; missing addresses come from environment variables such as HPSEARCH_STORAGE_URL.

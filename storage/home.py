@@ -175,14 +175,17 @@ def resolve_home(value: str | None = None) -> Path:
         if "://" in chosen:
             raise StorageError(f"{setting} {chosen!r} is a URL; set {setting} to a folder of this machine")
         check_encodable(chosen, setting)
-        if {"\r", "\n"} & set(chosen):  # of which Postgres accepts none
-            raise StorageError(f"{setting} {chosen!r} contains a line end; remove it, for example from the .env file")
         try:
-            return Path(chosen).expanduser().absolute()
+            path = Path(chosen).expanduser().absolute()
         except RuntimeError:  # ~USER with an unknown user
             raise StorageError(
                 f"{setting} {chosen!r} names an unknown user; set {setting} to a folder that you may write to"
             ) from None
+        if {"\r", "\n"} & set(str(path)):  # of which Postgres accepts none
+            raise StorageError(
+                f"{setting} {str(path)!r} contains a line end; use a path without one, for example in the .env file"
+            )
+        return path
     if os.geteuid() == 0:
         return Path("/var/lib/hpsearch")
     import platformdirs

@@ -18,6 +18,7 @@ from hpsearch.search.finalists.table import FinalistRow, Finalists, find_newest_
 from hpsearch.search.finalists.winner import COVERAGE, ExpectedScore
 from hpsearch.search.study.ranking import sort_best_first
 from hpsearch.search.study.study import StoredStudy
+from hpsearch.short_lists import list_trials
 from hpsearch.storage.attributes import DATA_SHA256, LEAKS
 from hpsearch.storage.records.test_evaluations import TestEvaluation, read_test_evaluation
 
@@ -45,14 +46,12 @@ def format_data_warnings(study: StoredStudy) -> list[str]:
 def list_data_warnings(study: StoredStudy) -> list[str]:
     """Return the signs of leakage when the study was created, and a warning of trials that had other data."""
     warnings = [str(leak) for leak in study.attrs.get(LEAKS, {}).values()]
-    changed = [str(trial.number) for trial in study.trials() if DATA_SHA256 in trial.user_attrs]
+    changed = [trial.number for trial in study.trials() if DATA_SHA256 in trial.user_attrs]
     if changed:
-        trials = "trial" if len(changed) == 1 else "trials"
-        listed = ", ".join(changed[:_MAX_LISTED]) + (" and others" if len(changed) > _MAX_LISTED else "")
         warnings.append(
-            f"the data of {trials} {listed} differed from those of the study's creation, so the values are not "
-            "comparable: files have changed or differ between machines, or data() returns other samples, or a dataset "
-            "with another fingerprint, in each process"
+            f"the data of {list_trials(changed, _MAX_LISTED)} differed from those of the study's creation, so the "
+            "values are not comparable: files have changed or differ between machines, or data() returns other "
+            "samples, or a dataset with another fingerprint, in each process"
         )
     return warnings
 

@@ -65,7 +65,7 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal. Unlike SIG_IGN, this handler is not inherited by a program that the process executes."""
 
 
-_earlier: set[int] | None = None  # PIDs of the session before this command; None in a process that is no command
+_earlier: set[int] | None = None  # PIDs in the session when this command started; None if this process is no command
 _STARTED_BY = "HPSEARCH_STARTED_BY"  # variable that the programs of an objective inherit
 
 
@@ -103,7 +103,7 @@ def end_session() -> list[int]:
     own, session = os.getpid(), os.getsid(0)
     if _earlier is None:  # not a command, but a process that a command has started
         return kill_session(own) if session == own else []
-    return _kill_members(session, (process for process in psutil.process_iter() if _is_started(process, own)))
+    return _kill_members(session, [process for process in psutil.process_iter() if _is_started(process, own)])
 
 
 def _is_started(process: psutil.Process, own: int) -> bool:
@@ -124,7 +124,7 @@ def _is_started(process: psutil.Process, own: int) -> bool:
 
 
 def _find_known_ancestor(process: psutil.Process, own: int) -> int | None:
-    """Return the PID of the nearest ancestor that is this process or an earlier one; None where there is none."""
+    """Return the PID of the first among a process and its ancestors that is this process or an earlier one, or None."""
     import psutil
 
     each: psutil.Process | None = process

@@ -18,7 +18,7 @@ from hpsearch.search.study.promotions import list_current_promotions
 from hpsearch.search.study.ranking import get_first_value, sort_best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value
-from hpsearch.short_lists import join_first
+from hpsearch.short_lists import join_first, list_trials
 from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, REASON, VAL_SAMPLES
 from hpsearch.storage.records.test_evaluations import read_test_evaluation
 from hpsearch.storage.trials.history import read_run_intervals
@@ -29,7 +29,6 @@ _NOISE_ERRORS = 2.0  # a lead below this number of standard errors may be chance
 _EDGE = 0.02  # share of a range at either end that is its edge
 _MIN_FLAT_TRIALS = 20  # with fewer trials without a better value, more trials may help
 _MIN_FAILURES = 3
-_MAX_LISTED = 5  # trials in a line
 _IMPORTANT, _MAX_IMPORTANT = 0.1, 3  # smallest share of an important parameter, and their maximum number
 _FAILURE_SHARE = 0.05
 _TRIALS_PER_PARAMETER = 5  # below this number of trials, most of the space is unexplored
@@ -111,7 +110,7 @@ def _format_lead(study: StoredStudy) -> tuple[str, bool]:
         return "", False
     (_, best), (second, value) = ranked[:2]
     if tied := [number for number, other in ranked[1:] if _is_same(other, best)]:
-        return f"tied with {_list_trials(tied)}: the same value", True
+        return f"tied with {list_trials(tied)}: the same value", True
     if not math.isfinite(value):
         return "", False
     lead = f"ahead of trial {second} by {format_difference(abs(best - value))}"
@@ -157,7 +156,7 @@ def _format_best_of_each_metric(study: StoredStudy) -> list[str]:
             continue
         best = values[ranked[0]]
         equal = [number for number in ranked if _is_same(values[number], best)]
-        line = f"best {name}: {format_value(best)}, {_list_trials(equal)}"
+        line = f"best {name}: {format_value(best)}, {list_trials(equal)}"
         if others := [number for number in ranked if number not in equal]:
             line += f", ahead of trial {others[0]} by {format_difference(abs(best - values[others[0]]))}"
         lines.append(line)
@@ -170,11 +169,6 @@ def _find_default_on_front(study: StoredStudy, summary: Summary) -> list[str]:
     default = [trial.number for trial in study.trials() if trial.user_attrs.get(ORIGIN) == "default"]
     where = "on" if front.intersection(default) else "not on"
     return [f"the default configuration, trial {default[0]}, is {where} the Pareto front"] if default and front else []
-
-
-def _list_trials(numbers: list[int]) -> str:
-    """Return the numbers of trials as text: ``trial 3``, or ``trials 3, 5 and 2 more``."""
-    return f"trial{'s' if len(numbers) > 1 else ''} {join_first(numbers, _MAX_LISTED)}"
 
 
 def _format_unconfirmed(study: StoredStudy, summary: Summary) -> str:

@@ -213,7 +213,7 @@ def run_finalists(  # noqa: PLR0913 the options that select finalists are keywor
     found = tabulate_finalists(study, chosen)
     if not found.pending:
         with warn_on_mlflow_error(console, "the finalists", format_command("finalists", study.spec.name)):
-            close_study(study, summarise(study), companion.services.open_tracking())
+            close_study(study, summarise(study), companion.services.open_available_tracking())
     report = publish_report(console, companion.services, study)
     console.print()
     console.print(finalist_table(study, found))

@@ -228,8 +228,12 @@ def flush_outbox(console: Console, services: Services, study: StoredStudy, *, in
         console.print(f"{unsent}{reason}; send the rest with: {again}", style="yellow")
 
 
-def publish_report(console: Console, services: Services, study: StoredStudy) -> Path | None:
+def publish_report(
+    console: Console, services: Services, study: StoredStudy, *, is_available: bool = True
+) -> Path | None:
     """Write the report of a study again, log it to MLflow, and return its path; None if it could not be written.
+
+    The report is not logged if MLflow is known to be unavailable.
 
     Errors are printed as warnings, because they must not hide the result.
     """
@@ -239,6 +243,7 @@ def publish_report(console: Console, services: Services, study: StoredStudy) -> 
     except OSError as error:
         console.print(f"the report was not written ({error}); write it with: {again}", style="yellow")
         return None
-    with warn_on_mlflow_error(console, "the report", again):
-        log_report(study, report, services.open_tracking())
+    if is_available:
+        with warn_on_mlflow_error(console, "the report", again):
+            log_report(study, report, services.open_available_tracking())
     return report

@@ -199,12 +199,15 @@ def _finish_search(
             console.print(fault)
             raise KeyboardInterrupt from None
         raise ServiceUnavailableError(fault) from None
-    with warn_on_mlflow_error(console, "the result of the study", format_command("report", study.spec.name)):
+    tracking = None
+    with warn_on_mlflow_error(
+        console, "the result and the report of the study", format_command("report", study.spec.name)
+    ):
         flush_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)
-        tracking = services.open_tracking()
+        tracking = services.open_available_tracking()
         close_study(study, summary, tracking)
-    report = publish_report(console, services, study)
+    report = publish_report(console, services, study, is_available=tracking is not None)
     console.print()
     print_lines(console, format_summary(study, summary, dashboard_url=services.dashboard_url))
     if report is not None:

@@ -18,7 +18,7 @@ from hpsearch.search.study.study_tracking import get_tracking_uri
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.study_run import publish_result
 from hpsearch.search.tracking.tracker import Tracker, make_optional_trackers
-from hpsearch.short_lists import join_first
+from hpsearch.short_lists import list_trials
 from hpsearch.storage.attributes import REFUSED, TRACKING
 from hpsearch.storage.errors import DamagedStudyError
 from hpsearch.storage.journals.journal import JOURNAL_FILE
@@ -110,7 +110,7 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
         states = {trial.number: str(trial.user_attrs.get(TRACKING)) for trial in study.trials()}
         if refused := [number for number, state in states.items() if state.startswith(REFUSED)]:
             console.print(
-                f"{name}: the tracking server lacks records of trial {join_first(refused, 8)}, because it rejected "
+                f"{name}: the tracking server lacks records of {list_trials(refused)}, because it rejected "
                 "them or their journals were deleted",
                 style="yellow",
             )

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optuna
@@ -17,7 +16,7 @@ from optuna.trial import FrozenTrial
 
 from hpsearch.objectives.base_objective import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.search_space import check_parameter
+from hpsearch.objectives.search_space import check_name, check_parameter
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.database.locks import suggestion_lock
@@ -117,7 +116,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             suggested = storage.get_trial(claim.trial_id)
-            check_parameters(suggested.params)
+            check_trial(suggested)
             if spec.finalists_of is not None:
                 _check_finalist(suggested, spec.finalists_of.get_trial_and_seed(claim.number)[0])
             # In population-based training, a suggestion must not depend on the order in which trials start.
@@ -135,14 +134,16 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
     raise AssertionError("unreachable: the loop returns at its last try")
 
 
-def check_parameters(params: Mapping[str, Any]) -> None:
-    """Check that the database accepts the names and values of parameters.
+def check_trial(trial: optuna.trial.BaseTrial) -> None:
+    """Check that the database accepts the parameters of a trial, and the names of its user attributes.
 
     Raises:
         ObjectiveError: it rejects one of them.
     """
-    for name, value in params.items():
+    for name, value in trial.params.items():
         check_parameter(name, [value])
+    for name in trial.user_attrs:
+        check_name("user attribute", name)
 
 
 def _choose_sampler(spec: StudySpec, trial_number: int, retry: int) -> BaseSampler:

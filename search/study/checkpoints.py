@@ -173,8 +173,8 @@ class StudyCheckpoints:
         study_id: id of the study.
         folder: name of the study's folder in the store, which is unique across databases.
         are_shared: whether trials copy checkpoints of other trials, so that a file may belong to several trials.
-        confirmation: the remedy that permits files with extra states: an option if only the database names the
-            address, a command if the files are from a backup; None if they are permitted.
+        confirmation: the option or command that permits files with extra states, for the error message; None if these
+            files are permitted.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_spl
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.samplers.suggest import check_parameters, derive_seed, make_sampler
+from hpsearch.search.samplers.suggest import check_trial, derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import BOUNDS, DATA_SHA256, LEAKS, RUN_ID, SMOKE_TEST, VAL_SAMPLES
@@ -146,7 +146,7 @@ def suggest_configuration(objective: BaseObjective, spec: StudySpec) -> Any:
     trial = optuna.create_study(sampler=sampler).ask()
     with wrap_user_errors(f"{type(objective).__name__}.suggest"):
         config = objective.configure(trial)
-    check_parameters(trial.params)
+    check_trial(trial)
     return config
 
 

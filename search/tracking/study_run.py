@@ -34,7 +34,7 @@ from hpsearch.storage.display import escape_markdown, format_markdown_code, form
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, make_metrics
-from hpsearch.storage.mlflow.health import describe_error, get_or_none, is_retryable
+from hpsearch.storage.mlflow.health import check_server, describe_error, get_or_none, is_retryable
 from hpsearch.storage.mlflow.runs_view import share_view
 from hpsearch.storage.mlflow.tag_names import (
     FINALIST,
@@ -325,6 +325,7 @@ def publish_result(services: Services, study: StoredStudy, tracking: Tracking) -
         The path of the report; None if it was not written, which is logged as a warning.
     """
     try:
+        check_server(tracking.uri)  # answers sooner than other requests fail
         is_spent, search = study.is_spent(summarise(study).finished), study
         if study.spec.finalists_of is not None:
             search = load_parent_study(study)

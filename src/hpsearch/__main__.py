@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _replace_plot_backend() -> None:
-    """Let plots be files, and record whether the kernel of a notebook has started this command.
+    """Set matplotlib's backend to Agg; set HPSEARCH_NOTEBOOK if a notebook's kernel had set the backend.
 
     An invalid backend would end commands that load matplotlib.
     """

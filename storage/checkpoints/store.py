@@ -313,18 +313,21 @@ def is_identical(path: Path, stored: StoredFile) -> bool:
 
 def _open(url: str, head: str) -> tuple[Any, str]:
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     protocol = url.partition("://")[0] if "://" in url else "file"
     if not url.strip():
         raise StorageError(f"{head} is empty; give a folder or a URL such as s3://bucket/prefix")
     if "::" in url and "://" in url:  # drivers of caches ignore the checks of this module
-        raise StorageError(f"{head} is a chain of URLs, or has an IPv6 address; use the last URL, and the host's name")
+        raise StorageError(
+            f"{head} contains '::'; give only the last URL of a chain, and a host's name instead of an IPv6 address"
+        )
     if protocol == "file":
         path = Path(url.removeprefix("file://")).expanduser()
         if "://" in url and not path.is_absolute():
             raise StorageError(f"{head} is not an absolute path; write file:///FOLDER, with three slashes")
-        url = f"file://{path.absolute()}"
-    elif set("?#") & set(url):  # below `s3://bucket/file?versionId=`, every path leads to `file`
+        return LocalFileSystem(), str(path.absolute())  # `url_to_fs` would cut a path at `::`
+    if set("?#") & set(url):  # below `s3://bucket/file?versionId=`, every path leads to `file`
         raise StorageError(
             f"{head} contains ? or #, after which drivers ignore the rest of the URL; use a URL without them"
         )

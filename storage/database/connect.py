@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.redaction import redact
+from hpsearch.short_lists import join_first
 from hpsearch.storage.database.libpq import check_server_user, ignore_variables
 from hpsearch.storage.database.retry import is_transient_connection_error
 from hpsearch.storage.database.schema import (
@@ -396,7 +397,6 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
     if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):
         tables = [name for name, _, rights in rows if rights]
         raise StorageError(
-            f"{head}: user {user!r} lacks {lacking} on {', '.join(tables[:3])}"
-            f"{' and more' if len(tables) > 3 else ''}; run hpsearch migrate --worker-role {shlex.quote(user)} as the "
-            "owner of the database"
+            f"{head}: user {user!r} lacks {lacking} on {join_first(tables)}; run "
+            f"hpsearch migrate --worker-role {shlex.quote(user)} as the owner of the database"
         )

@@ -110,6 +110,13 @@ class Consumer(ABC):
     def __init__(self, outcomes: TrialOutcomes) -> None:
         self._outcomes = outcomes
 
+    def check_service(self) -> None:  # noqa: B027 optional
+        """Check quickly that the service answers; called before the first records and after each failure.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer.
+        """
+
     def consume(self, cursor: Cursor) -> bool:
         """Send the pending records of a journal, and return whether the service now has the whole journal.
 

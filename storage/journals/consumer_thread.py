@@ -62,6 +62,7 @@ class ConsumerThread(threading.Thread):
         self.round_count = 0
         self._changed, self._folder, self._before_round, self._on_finished = changed, folder, before_round, on_finished
         self._failures = 0  # number of consecutive failed rounds
+        self._has_answered = False  # whether the service has answered
         self._locked_rounds = 0  # number of consecutive rounds in which another process held the lock of a trial
 
     def wake(self, *, is_urgent: bool) -> bool:
@@ -116,6 +117,8 @@ class ConsumerThread(threading.Thread):
         for cursor in cursors:
             if cursor.journal.is_live:
                 cursor.journal.sync()
+        if cursors and (outage := self._find_outage()) is not None:
+            return outage
         for cursor in cursors:
             if self.is_closing:
                 break
@@ -138,6 +141,16 @@ class ConsumerThread(threading.Thread):
                     break
         self._locked_rounds = self._locked_rounds + 1 if is_locked else 0
         return first_failure
+
+    def _find_outage(self) -> Failure | None:
+        """Return why the service does not answer; only before the first records and after a failed round."""
+        if self._failures or not self._has_answered:
+            try:
+                self.consumer.check_service()
+            except Exception as error:
+                return self.consumer.classify_error(error)
+            self._has_answered = True
+        return None
 
     def _complete(self, cursor: Cursor) -> None:
         cursor.position.is_consumed = True

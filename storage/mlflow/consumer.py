@@ -21,7 +21,7 @@ from hpsearch.storage.journals.journal import MLFLOW, Cursor, JournalEntry
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import make_artifact_attrs
 from hpsearch.storage.mlflow.client import Tracking, make_metrics, sanitize_name
-from hpsearch.storage.mlflow.health import describe_error, is_retryable, is_unreachable
+from hpsearch.storage.mlflow.health import check_server, describe_error, is_retryable, is_unreachable
 from hpsearch.storage.mlflow.model import ensure_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialDeletedError
 from hpsearch.storage.trials.finishing import Outcome
@@ -92,6 +92,10 @@ class MlflowConsumer(Consumer):
         self._get_parent_run = get_parent_run
         self._on_delivered = on_delivered
         self._stored_epochs: dict[str, dict[int, float]] = {}  # per journal: metric value of each epoch in its run
+
+    def check_service(self) -> None:
+        """Check that the server answers within seconds, while other requests wait longer for the answer."""
+        check_server(self._tracking.uri)
 
     def consume(self, cursor: Cursor) -> bool:
         """Send the pending records of a journal; return whether the journal is finished.

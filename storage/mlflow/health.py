@@ -24,6 +24,7 @@ from hpsearch.storage.web.token import find_request_token, is_embedded
 T = TypeVar("T")
 
 _MAX_ERROR_LENGTH = 200  # characters
+_TIMEOUT_SECONDS = 5.0  # of a health check
 
 
 class TrackingUnavailableError(ServiceUnavailableError):
@@ -102,7 +103,7 @@ def _get(uri: str, path: str) -> Any:
     handlers.append(urllib.request.HTTPSHandler(context=context))
     if not is_configured(uri):
         handlers.append(_NoRedirects())
-    return urllib.request.build_opener(*handlers).open(request, timeout=5)
+    return urllib.request.build_opener(*handlers).open(request, timeout=_TIMEOUT_SECONDS)
 
 
 def read_server_version(uri: str) -> str | None:

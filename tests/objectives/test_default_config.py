@@ -1,6 +1,7 @@
 """The default configuration of an objective."""
 
 import math
+from typing import Any
 
 import numpy as np
 import optuna
@@ -114,5 +115,18 @@ def test_an_error_in_the_search_space_is_reported(objective_with):
 def test_a_user_attribute_that_the_database_cannot_store_is_an_error() -> None:
     trial = FixedTrial({})
     trial.set_user_attr("rows", [3, "x", None])
-    with pytest.raises(ObjectiveError, match=r"^the user attribute 'n' has the value .*3.* of type int64; use numbers"):
+    with pytest.raises(ObjectiveError, match=r"^the user attribute 'n' has a value of type int64 that JSON cannot"):
         trial.set_user_attr("n", np.int64(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x" * 513, r"^user attribute 'x{40}...' has a name of 513 characters; use at most 512$"),
+        ("a\0", r"^user attribute 'a\\x00' has the name 'a\\x00', which contains a null character"),
+        (3, r"^the name of a user attribute is 3, of type int; use a text$"),
+    ],
+)
+def test_the_name_of_a_user_attribute_that_the_database_cannot_store_is_an_error(name: Any, reason: str) -> None:
+    with pytest.raises(ObjectiveError, match=reason):
+        FixedTrial({}).set_user_attr(name, 1)

@@ -67,7 +67,12 @@ def test_a_kernel_without_the_variable_of_jupyter_is_a_notebook_too(terminal: IO
     code = "import sys; from hpsearch.search.private_output import find_exposure; sys.exit(find_exposure(sys.stdout))"
     kernel = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     started = tmp_path / "errors"
-    for arguments, expected in ((["--f=/run/kernel-v31.json"], f"{_NOTEBOOK}\n"), (["-f", "notes.json"], "")):
+    for arguments, expected in (
+        (["--f=/run/kernel-v31.json"], f"{_NOTEBOOK}\n"),
+        (["/a folder/db_ipykernel_launcher.py"], f"{_NOTEBOOK}\n"),
+        (["from ipykernel.kernelapp import main; main()"], f"{_NOTEBOOK}\n"),
+        (["-f", "notes.json"], ""),
+    ):
         with started.open("w") as errors:
             subprocess.run([sys.executable, "-c", kernel, code, *arguments], stdout=terminal, stderr=errors, check=True)
         assert started.read_text() == expected

@@ -25,6 +25,7 @@ from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATI
 from hpsearch.objectives.training.evaluation.running_metrics import RunningMetrics
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.short_lists import join_first
 
 _IDEAL_VALUES = {**dict.fromkeys((*CLASSIFICATION, *BINARY, "r2"), 1.0), "rmse": 0.0, "mae": 0.0}
 _MORE_BATCHES = 8  # that are searched for a gradient
@@ -101,8 +102,8 @@ class FaultFinder:
         ]
         if not untrained:
             return ""
-        shown = ", ".join(untrained[:_MAX_NAMES]) + ", ..." * (len(untrained) > _MAX_NAMES)
-        return f"the batch does not train {shown}: the loss does not depend on them, or their lr is 0"
+        names = join_first(untrained, _MAX_NAMES)
+        return f"the batch does not train {names}: the loss does not depend on them, or their lr is 0"
 
     def _find_unregistered_layers(self) -> str:
         known = {id(module) for module in self._run.model.modules()}

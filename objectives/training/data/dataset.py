@@ -40,7 +40,8 @@ class Stream:
             raise ObjectiveError(f"length, the number of samples per epoch, must be {limits}, not {length!r}")
         if isinstance(source, Iterator) and type(source).__module__ in ("builtins", "itertools"):  # such as a generator
             raise ObjectiveError(
-                f"the {type(source).__name__} can be read only once; pass an iterable that starts again at each epoch"
+                f"the {type(source).__name__} does not start again at each epoch; pass an iterable that does, such as "
+                "a list or an object whose __iter__ opens the source"
             )
         self._source, self._length = source, length
         self._running: Iterator[Any] | None = None

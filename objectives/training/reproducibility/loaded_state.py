@@ -18,17 +18,26 @@ from torch.nn import Parameter
 def find_replaced_method(state: Any) -> str | None:
     """Return the path of the first container or tensor whose attributes hide those of its class; None if there is none.
 
-    Objects of classes that the user has allowed with `torch.serialization.add_safe_globals` are not checked.
+    Objects of other classes, such as those that the user has allowed with `torch.serialization.add_safe_globals`, are
+    not checked.
     """
     for path, value in walk(state):
         attributes = _get_attributes(value)
         if type(attributes) is not dict:  # look-ups can find names that such a dictionary does not show
             return path
-        kinds = (OrderedDict, Counter) if isinstance(value, dict) else (Parameter,) if _is_tensor(value) else ()
-        for name in attributes:
-            if kinds and (not isinstance(name, str) or any(hasattr(kind, name) for kind in kinds)):
-                return path
+        kinds = _list_kinds(value)
+        if kinds and any(
+            not isinstance(name, str) or any(hasattr(kind, name) for kind in kinds) for name in attributes
+        ):
+            return path
     return None
+
+
+def _list_kinds(value: Any) -> tuple[type, ...]:
+    """Return the classes whose methods an attribute of a value must not replace."""
+    if type(value) in (OrderedDict, Counter):
+        return OrderedDict, Counter
+    return (dict,) if isinstance(value, dict) else (Parameter,) if _is_tensor(value) else ()
 
 
 def find_extra_state(state: Any) -> str | None:

@@ -72,7 +72,7 @@ BAD = [
     (["run", "digits", "--devices", "cuda:99"], ["--devices 'cuda:99'", "valid integer"]),
     (["up", "--home", "/dev/null"], ["--home '/dev/null' is not a folder"]),
     (["up", "--home", "s3://bucket"], ["--home 's3://bucket' is a URL; set --home to a folder"]),
-    (["up", "--home", "x\r"], [r"--home 'x\r' contains a line end; remove it"]),
+    (["up", "--home", "x\r"], [r"x\r' contains a line end; use a path without one"]),
     (["objective", "show", "~nosuch/x.py"], ["file ~nosuch/x.py does not exist"]),
     (["list"], ["unknown command 'list'; did you mean 'studies'?"]),
     (["studies", "--home", "a\udcff"], ["--home", "is not valid UTF-8; use another name"]),

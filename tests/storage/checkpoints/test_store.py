@@ -196,13 +196,18 @@ def test_a_folder_without_write_access_is_an_error(tmp_path: Path, local: Path) 
         store.put(local, name="a/b")
 
 
+def test_a_local_folder_may_contain_the_separator_of_url_chains(local: Path, tmp_path: Path) -> None:
+    CheckpointStore(str(tmp_path / "a::b" / "store")).put(local, name="0000-1.pt")
+    assert [path.name for path in tmp_path.glob("*/store/*")] == ["0000-1.pt"]
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
         ("foo://bucket", ["unknown protocol 'foo'", "s3"]),
         ("s3://bucket/file?versionId=", ["contains ? or #", "without them"]),
         ("memory://a#1", ["contains ? or #"]),
-        ("simplecache::webhdfs://host/x", ["is a chain of URLs", "the last URL"]),
+        ("simplecache::webhdfs://host/x", ["contains '::'", "the last URL"]),
         ("/folder/\udcff", ["is not valid UTF-8"]),
         ("", ["is empty", "s3://bucket/prefix"]),
         ("file://relative/folder", ["not an absolute path", "three slashes"]),

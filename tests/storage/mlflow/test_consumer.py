@@ -6,9 +6,11 @@ import itertools
 import logging
 import math
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ from hpsearch.storage.journals.journal_records import (
 )
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.mlflow import health, model_export
 from hpsearch.storage.mlflow import model as exported_model
-from hpsearch.storage.mlflow import model_export
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, sanitize_name
 from hpsearch.storage.mlflow.consumer import MlflowConsumer
 from hpsearch.storage.mlflow.run_links import RunLinks
@@ -426,6 +428,30 @@ def test_a_run_locked_by_a_frozen_process_blocks_no_other_run(post: Post, sendin
     sender.close()
     assert sending() == 0
     assert post.points("val_loss") == [(0, 1.0)]
+
+
+def test_a_server_that_does_not_answer_receives_only_health_checks(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests would wait 30 seconds for the answer."""
+    post.open().close()
+    requests = []
+    monkeypatch.setattr(health, "_TIMEOUT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as connections:
+
+        def read_requests() -> None:
+            with suppress(OSError):  # the server is closed
+                while True:
+                    connection = connections.enter_context(server.accept()[0])
+                    requests.append(connection.recv(100).partition(b" HTTP")[0])
+
+        threading.Thread(target=read_requests, daemon=True).start()
+        frozen = Tracking(f"http://127.0.0.1:{server.getsockname()[1]}")
+        sender = Sender(post.box, [MlflowConsumer(frozen, RunLinks(post.storage.engine), get_parent_run=str)])
+        sender.start()
+        assert sender.flush(math.inf) == 1
+        sender.close()
+        server.shutdown(socket.SHUT_RDWR)
+    assert "no MLflow server answers (timed out)" in str(sender.unavailable_reason)
+    assert requests == [b"GET /health"] * 3
 
 
 def test_all_open_runs_of_a_study_are_found_on_all_pages(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,10 @@ def test_validation_sees_the_same_samples_each_time():
         (lambda: Dataset.of(Numbers(), length=9), "Numbers needs fingerprint="),
         (lambda: Dataset.of(Numbers(), length=0), "must be from 1 to 1,000,000,000, not 0"),
         (lambda: Dataset.of(Numbers(), length=10**12), "must be from 1 to 1,000,000,000, not 1000000000000"),
-        (lambda: Dataset.of((n for n in range(9)), length=9, fingerprint="x"), "the generator can be read only once;"),
+        (
+            lambda: Dataset.of((n for n in range(9)), length=9, fingerprint="x"),
+            "the generator does not start again at each epoch;",
+        ),
         (
             lambda: Dataset.of(set(), length=9, fingerprint="x").batch(slice(0, 5)),
             "the stream has no samples; pass an iterable that starts again at each epoch, not an iterator",
