@@ -148,13 +148,22 @@ def use_private_compiler_cache() -> None:
     turned off.
 
     Raises:
-        ObjectiveError: the private folder belongs to another user.
+        ObjectiveError: the private folder belongs to another user, or the chosen folder cannot be created.
     """
     os.environ[_PRECOMPILE_HEADERS] = "0"
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
     default = str(Path(tempfile.gettempdir()) / "torchinductor_")
-    if not os.environ.get(_COMPILER_CACHE, default).startswith(default):
+    chosen = os.environ.get(_COMPILER_CACHE, default)
+    if not chosen.startswith(default):
+        try:
+            Path(chosen).mkdir(parents=True, exist_ok=True)  # as torch does
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            reason = getattr(error, "strerror", None) or error
+            raise ObjectiveError(
+                f"{_COMPILER_CACHE} {chosen!r} cannot be created ({reason}); set it to a folder that you may write to, "
+                "or unset it"
+            ) from None
         return
     try:
         folder = open_private_folder("compiled")

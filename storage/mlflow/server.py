@@ -76,12 +76,30 @@ class MlflowGuard(Guard):
             if request.method == "GET" and request.path.endswith("/gateway-proxy"):
                 return make_reply(HTTPStatus.OK, _NO_ENDPOINTS)
             return make_reply(HTTPStatus.FORBIDDEN, _DISABLED_TEXT)
-        _, proxy, path = request.path.partition(_PROXY)
-        if proxy and request.method == "DELETE" and not OWNER_PATH.search(path):  # "." is the folder of all artifacts
-            return make_reply(HTTPStatus.FORBIDDEN, _DELETION_TEXT)
-        if proxy and request.method not in {"GET", "HEAD", "DELETE"} and not ARTIFACT_PATH.search(path):
-            return make_reply(HTTPStatus.FORBIDDEN, _UPLOAD_TEXT)
-        return None
+        _, proxy, route = request.path.partition(_PROXY)
+        if not proxy or request.method in {"GET", "HEAD"}:
+            return None
+        path = _find_artifact_path(route)
+        if request.method == "DELETE":
+            is_accepted, text = OWNER_PATH.search(path), _DELETION_TEXT  # "." is the folder of all artifacts
+        else:
+            is_accepted, text = ARTIFACT_PATH.search(path), _UPLOAD_TEXT
+        return None if is_accepted else make_reply(HTTPStatus.FORBIDDEN, text)
+
+
+def _find_artifact_path(route: str) -> str:
+    """Return the path that MLflow uses for a route of its proxy for artifacts; an empty text if MLflow rejects it.
+
+    MLflow decodes paths repeatedly, and reads only the path of a `file:` URL.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.uri import validate_path_is_safe
+
+    path = re.sub(r"\A(artifacts|mpu/\w+)/", "", route)
+    try:
+        return str(validate_path_is_safe(path))
+    except (MlflowException, ValueError):
+        return ""
 
 
 def _is_disabled(path: str) -> bool:

@@ -94,9 +94,15 @@ def test_the_compiler_has_a_private_cache_unless_the_user_has_chosen_one(
     monkeypatch.setenv(VARIABLE, str(Path(tempfile.gettempdir()) / "torchinductor_me"))  # as torch sets it
     use_private_compiler_cache()
     assert os.environ[VARIABLE] == str(home / "compiled")
-    monkeypatch.setenv(VARIABLE, "/chosen")
+    monkeypatch.setenv(VARIABLE, str(home / "chosen"))
     use_private_compiler_cache()
-    assert os.environ[VARIABLE] == "/chosen"
+    assert os.environ[VARIABLE] == str(home / "chosen")
+
+
+def test_a_chosen_cache_that_cannot_be_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/dev/null/x")
+    with pytest.raises(ObjectiveError, match=r"^TORCHINDUCTOR_CACHE_DIR '/dev/null/x' cannot be created \(Not a dir"):
+        use_private_compiler_cache()
 
 
 _COMPILE = """

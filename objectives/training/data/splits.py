@@ -52,7 +52,10 @@ def _hash_parts(*parts: tuple[str, Dataset]) -> str:
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     """Reject a split that is empty, contains NaN or infinity, or differs in sample shape from the training split."""
     if not isinstance(part, Dataset):
-        raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
+        raise ObjectiveError(
+            f"the {name} split must be an hpsearch.Dataset, not {type(part).__name__}; make it with "
+            "hpsearch.Dataset.of(...)"
+        )
     if len(part) == 0:
         raise ObjectiveError(f"the {name} split is empty")
     if part.samples is not None:

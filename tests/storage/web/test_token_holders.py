@@ -25,8 +25,13 @@ from hpsearch.storage.mlflow.server import MlflowGuard
 from hpsearch.storage.web.guard import guard_asgi
 from tests.storage.web.support import send_request
 
+# MLflow uses only the path of a `file:` URL: the part between the scheme and the question mark.
+_HIDING_URLS = (f"file:evil.py%3F/{'0' * 32}/artifacts/x", f"file:evil.py%253B/{'0' * 32}/artifacts/x")
 
-@pytest.mark.parametrize("path", ["evil.py", "0/evil.py", f"{'0' * 32}/evil.py", f"models/{'0' * 32}/artifacts/"])
+
+@pytest.mark.parametrize(
+    "path", ["evil.py", "0/evil.py", f"{'0' * 32}/evil.py", f"models/{'0' * 32}/artifacts/", *_HIDING_URLS]
+)
 @pytest.mark.parametrize(("method", "call"), [("PUT", "artifacts"), ("POST", "mpu/create")])
 def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
     stack: StackInfo, token: str, method: str, call: str, path: str
@@ -38,7 +43,7 @@ def test_a_holder_of_the_token_uploads_only_to_folders_of_artifacts(
     assert not list((stack.home / "artifacts").rglob("evil.py"))
 
 
-@pytest.mark.parametrize("path", [".", "%2e", "%252e", "1/.", "", "1"])
+@pytest.mark.parametrize("path", [".", "%2e", "%252e", "1/.", "", "1", f"file:1%3F/{'0' * 32}/artifacts"])
 def test_a_holder_of_the_token_does_not_delete_the_artifacts_of_all_runs_at_once(
     stack: StackInfo, token: str, path: str
 ) -> None:
