@@ -103,18 +103,18 @@ def _add_security_headers(app: Wsgi) -> Wsgi:
     """Wrap an application so that browsers run no script but its own.
 
     Artifacts are downloads, as they may be HTML. Only some have their type, because others may be scripts, which a page
-    could load.
+    could load. Bottle's route shows whether a reply is an artifact, because Bottle changes some paths first.
     """
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        is_artifact = environ.get("PATH_INFO", "").startswith(_ARTIFACTS)
-        policy = _ARTIFACT_POLICY if is_artifact else _PAGE_POLICY
-        added = [("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff")]
-        added += [("X-Frame-Options", "DENY"), ("Referrer-Policy", "same-origin")]
-        if is_artifact:
-            added.append(("Content-Disposition", "attachment"))
-
         def start(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
+            route = environ.get("bottle.route")
+            is_artifact = route is None or route.rule.startswith(_ARTIFACTS)
+            policy = _ARTIFACT_POLICY if is_artifact else _PAGE_POLICY
+            added = [("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff")]
+            added += [("X-Frame-Options", "DENY"), ("Referrer-Policy", "same-origin")]
+            if is_artifact:
+                added.append(("Content-Disposition", "attachment"))
             replaced = {name.lower() for name, _ in added} | {"access-control-allow-origin"}
             kept = [header for header in headers if header[0].lower() not in replaced]
             types = [value for name, value in kept if name.lower() == "content-type"]
