@@ -260,16 +260,25 @@ _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE
 def wrap_training_errors(what: str) -> Iterator[None]:
     """Convert errors that the objective's code raises in training, for example in a hook, to an ObjectiveError.
 
-    Errors of hpsearch and the libraries, of a full disk or a closed output, and out-of-memory errors are not converted.
+    These include errors of PyTorch, because a model can consist of PyTorch's modules only. Errors of hpsearch and of
+    other libraries, of a full disk or a closed output, and out-of-memory errors are not converted.
     """
     try:
         yield
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        if _is_output_error(error) or is_out_of_memory(error) or _find_user_frame(error) is None:
+        is_of_objective = _find_user_frame(error) is not None or _is_raised_by_torch(error)
+        if _is_output_error(error) or is_out_of_memory(error) or not is_of_objective:
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error
+
+
+def _is_raised_by_torch(error: Exception) -> bool:
+    import torch
+
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(innermost.filename).is_relative_to(Path(torch.__file__).parent)
 
 
 def _is_output_error(error: Exception) -> bool:

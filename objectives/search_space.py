@@ -151,6 +151,8 @@ class StudylessTrial:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Return one of the choices."""
         check_parameter(name, choices)
+        if not len(choices):
+            raise ObjectiveError(f"parameter {name!r} has no choices; give one or more")
         self.values[name] = value = self._category(name, choices)
         return value
 

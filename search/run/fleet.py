@@ -240,7 +240,7 @@ def publish_report(
     again = format_command("report", study.spec.name)
     try:
         report = update_report(services, study)
-    except OSError as error:
+    except (OSError, ImportError) as error:
         console.print(f"the report was not written ({error}); write it with: {again}", style="yellow")
         return None
     if is_available:

@@ -73,6 +73,7 @@ def test_an_attribute_that_needs_a_study_is_found_before_the_study_exists(object
             ("a", [(64, 64), (128,)]),
             r"^parameter 'a' has the choice \(64, 64\), which is of type tuple, ",
         ),
+        ("categorical", ("a", []), r"^parameter 'a' has no choices; give one or more$"),
         ("categorical", ("a", [None, 1, "1", True]), r"^parameter 'a' has the choices 1 and True, which are equal in"),
         ("categorical", ("a", ["b", "\udcff"]), r"^parameter 'a' has the choice '\\udcff', which .* not valid UTF-8"),
     ],

@@ -70,11 +70,12 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
     Raises:
         DeviceMemoryError: the memory of the device is exhausted.
         ObjectiveError: an operation has no deterministic kernel, which the configuration requires; a gradient is
-            sparse; or the loss depends on no trainable parameter, or on tensors of an earlier step.
+            sparse; the loss depends on no trainable parameter, or on tensors of an earlier step; an operation changes
+            a tensor that the backward pass needs; or a batch is too small for batch norm.
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
         first = get_first_line(error)
         if is_out_of_memory(error):
             raise DeviceMemoryError(config, device, first) from error
@@ -92,8 +93,18 @@ def translate_torch_errors(config: TrainConfig, device: torch.device) -> Iterato
             ) from error
         if "backward through the graph a second time" in first:
             raise ObjectiveError(
-                "the loss depends on tensors of an earlier step; if the model stores a tensor, such as a hidden state, "
-                "call detach() on it"
+                "the loss depends on tensors of an earlier step, or step() has called backward(); call detach() on "
+                "tensors that the model stores, such as a hidden state, or remove the call of backward()"
+            ) from error
+        if "has been modified by an inplace operation" in first:
+            raise ObjectiveError(
+                "an in-place operation changes a tensor that the backward pass needs; replace operations such as "
+                "h += 1 by h = h + 1, and ReLU(inplace=True) by ReLU()"
+            ) from error
+        if "Expected more than 1 value per channel when training" in first:
+            raise ObjectiveError(
+                "a training batch has one value per channel, which batch norm cannot normalize; use a batch_size of 2 "
+                "or more with drop_last=True, or another kind of norm"
             ) from error
         raise
 

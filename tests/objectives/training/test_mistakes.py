@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, Trainer, load_objective
+from hpsearch.objectives.errors import wrap_training_errors
 from tests.objectives.training.support import Memory, fit
 
 
@@ -65,6 +66,10 @@ class EmbedsBins(nn.Module):
             r"Changed.model has a dict in its state_dict\(\) at '0._extra_state'; return a tensor from get_extra_state",
         ),
         ({"model": lambda *_: EmbedsBins()}, "sparse gradients, which are not supported; set sparse=False in its emb"),
+        (
+            {"model": lambda *_: nn.Sequential(nn.Linear(13, 3), nn.Sigmoid(), nn.ReLU(inplace=True))},
+            r"an in-place operation changes a tensor that the backward pass needs; replace operations such as h",
+        ),
         ({"augment": lambda *_: lambda x: x[:1]}, r"Changed.augment must return one input per sample, not \[1, 13\]"),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in; did you mean 'accuracy'"),
@@ -87,6 +92,22 @@ def test_a_mistake_in_the_objective_is_reported_before_training(objective_with, 
     assert "\n" not in str(caught.value)
     assert not session.saved
     assert not session.reported
+
+
+def test_a_batch_that_is_too_small_for_batch_norm_is_an_error_with_a_remedy(objective_with):
+    objective = objective_with(model=lambda *_: nn.Sequential(nn.BatchNorm1d(13), nn.Linear(13, 3)))
+    with pytest.raises(ObjectiveError, match="batch norm cannot normalize; use a batch_size of 2 or more"):
+        fit(objective, TrainConfig(batch_size=1))
+
+
+def test_an_error_of_a_model_of_pytorchs_modules_is_an_error_of_the_objective():
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        nn.BatchNorm1d(2)(torch.zeros(1, 2))
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without this function, which is code of a user
+    wrapped = wrap_training_errors("Net in training")
+    wrapped.__enter__()
+    with pytest.raises(ObjectiveError, match=r"^Net in training: ValueError: Expected more than 1 value per channel"):
+        wrapped.__exit__(type(error), error, error.__traceback__)
 
 
 def test_parameters_of_an_earlier_model_are_rejected(objective_with):
