@@ -19,8 +19,10 @@ from hpsearch.storage.web.token import find_token
 
 _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 # Schemes with the store's host in the location. MLflow sends the credentials of the process to this host.
+_AZURE = r"core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)"
 _STORE_HOSTS = {
-    "abfs": r"[\w$-]+@[\w-]+\.dfs\.core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)",
+    "wasbs": rf"[\w$-]+@[\w-]+\.blob\.{_AZURE}",
+    "abfs": rf"[\w$-]+@([\w-]+(\.privatelink)?\.dfs\.{_AZURE}|onelake\.dfs\.fabric\.microsoft\.com)",
     "r2": r"[\w.-]+@\w+(\.(eu|fedramp))?\.r2\.cloudflarestorage\.com",
     "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
 }
@@ -59,8 +61,8 @@ def check_removable(location: str, uri: str) -> None:
         uri: the address of the tracking server.
 
     Raises:
-        LocationRejectedError: the location is a local folder or on another server, has a query or a fragment, or is an
-            object store that a server names which the user has not configured.
+        LocationRejectedError: the location is a local folder or on another server, has a query or a fragment, is an
+            object store that a server names which the user has not configured, or is at an unknown host.
     """
     parts = _split(location)
     if parts.scheme in _PROXIED and _is_at_server(parts, uri) and ".." not in location.split("/"):
@@ -74,6 +76,16 @@ def check_removable(location: str, uri: str) -> None:
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is not used, because only the study names this MLflow server; if "
             f"you trust it, give --tracking-uri {shlex.quote(uri)}"
+        )
+    _check_store(parts, location, uri)
+
+
+def _check_store(parts: SplitResult, location: str, uri: str) -> None:
+    """Reject an object store at an unknown host, to which MLflow would send the credentials of this process."""
+    if parts.scheme in _STORE_HOSTS and not is_in_known_store(location):
+        raise LocationRejectedError(
+            f"artifact location {location} of {uri} is at an unknown host, which would receive the credentials of "
+            "this process; check the tracking server"
         )
 
 
@@ -119,8 +131,8 @@ def check_location(location: str, uri: str) -> None:
     MLflow's client sends the credentials of the tracking server to the host of a proxied location.
 
     Raises:
-        LocationRejectedError: the server is not trusted, and the location is local or on another server; or the
-            location is proxied by another server, and this process has credentials.
+        LocationRejectedError: the server is not trusted, and the location is local or on another server; the location
+            is proxied by another server, and this process has credentials; or it is in a store at an unknown host.
     """
     if not is_trusted_uri(uri):
         check_removable(location, uri)
@@ -128,6 +140,7 @@ def check_location(location: str, uri: str) -> None:
     parts = _parse(location)  # in lower case and without spaces before it, as MLflow reads the scheme
     if parts.scheme in _SCHEMES:
         parts = _split(location)
+    _check_store(parts, location, uri)
     if parts.scheme in _PROXIED and not _is_at_server(parts, uri) and (source := find_credentials()) is not None:
         raise LocationRejectedError(
             f"artifact location {location} is on another server than {uri}, so the credentials in {source} are not "

@@ -123,7 +123,36 @@ def test_no_login_for_another_server_is_used_for_a_reference(tracking: Tracking,
         get_artifact_repository(location, tracking_uri=tracking.uri)
 
 
-@pytest.mark.parametrize("location", ["s3://bucket/a", "gs://bucket/a", "abfss://c@account.dfs.core.windows.net/a"])
+@pytest.mark.parametrize(
+    "location",
+    [
+        "abfss://c@account.evil.example/a",
+        "abfss://c@evil.example:443/account.dfs.core.windows.net/a",
+        r"wasbs://c@[2001:db8::1]\.blob.core.windows.net/a",
+        "wasbs://c@evil.example/a",
+        "r2://c@evil.example/a",
+        "b2://c@evil.example/a",
+    ],
+)
+def test_credentials_of_stores_are_sent_to_known_hosts_only(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client of a shared server can create an experiment with any location."""
+    monkeypatch.setattr(credentials, "_configured", {URI})
+    for check in (check_location, check_removable):
+        with pytest.raises(StorageError, match="is at an unknown host, which would receive the credentials"):
+            check(location, URI)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "s3://bucket/a",
+        "gs://bucket/a",
+        "abfss://c@account.dfs.core.windows.net/a",
+        "abfss://c@account.privatelink.dfs.core.windows.net/a",
+        "abfss://c@onelake.dfs.fabric.microsoft.com/a",
+        "wasbs://c@account.blob.core.windows.net/a",
+    ],
+)
 def test_object_stores_are_those_of_configured_servers(
     location: str, *, is_configured: bool, tracking: Tracking
 ) -> None:

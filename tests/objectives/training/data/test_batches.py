@@ -195,7 +195,7 @@ def test_a_queue_of_the_user_is_not_changed(objective_with, capfd):
 
     _fit(objective_with(augment=lambda *_: augment), 1)
     assert events.get(timeout=60) == "event"
-    assert "pickle" in capfd.readouterr().err
+    assert "<lambda>" in capfd.readouterr().err
 
 
 def test_an_error_while_augment_is_created_is_reported(objective_with):
