@@ -98,6 +98,8 @@ class Objective(BaseObjective):
         If the module returns a mean that is not over samples but, for example, over unmasked tokens, give it a method
         `weigh(target)` that returns the divisor of this mean, so that means of batches can be combined. PyTorch's cross
         entropy losses do not need this method.
+
+        Checkpoints contain no state of the loss, so it must not change its buffers.
         """
         from hpsearch.objectives.training.evaluation.losses import build_default_loss
 

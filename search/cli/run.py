@@ -95,8 +95,8 @@ def worker(
     the worker immediately.
 
     Exit codes: 0 if no work is left or the study is stopped; 143 if a signal stopped the worker with work left; 1 if a
-    service is unavailable; 2 if a setting is wrong; 3 if every trial fails, or the last 20 trials failed with the same
-    error. Start a worker again after 143 and 1.
+    service is unavailable; 2 if a setting is wrong; 3 if every trial fails, or the first 5 trials of the worker or the
+    last 20 of the study failed with the same error. Start a worker again after 143 and 1.
     """
     with disable_gc():
         from hpsearch.search.fleet.rank_launcher import join_study_on_devices

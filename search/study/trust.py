@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import site
+import stat
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,6 +155,8 @@ def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
         # Clients of an MLflow server of this user can upload it. Some file systems ignore the case of paths.
         if any(ARTIFACT_PATH.search(normalize_case(str(each))) for each in (path, path.resolve())):
             return "the file is an artifact of MLflow"
+        if any(map(_is_temporary_folder, path.resolve().parents)):
+            return "the file is in a temporary folder, where it may be a download or an upload"
         if not is_file and _is_installed(path):
             continue
         if (part := find_changeable_part(path)) is not None:
@@ -160,6 +164,15 @@ def _find_foreign_code(code: Code, *, is_file: bool) -> str | None:
         if any((folder / "stack.json").exists() for folder in path.resolve().parents):
             return "the file is in a home folder of hpsearch"
     return None
+
+
+_TEMPORARY = re.compile(r"(tmp|hpsearch-)[a-z0-9_]{8}")  # names that Python's `tempfile` gives to folders
+
+
+def _is_temporary_folder(folder: Path) -> bool:
+    """Return whether a program has made a folder for temporary files; MLflow and the dashboard keep artifacts there."""
+    is_shared = folder.parent.name in ("tmp", "mlflow-tmp") or bool(folder.parent.stat().st_mode & stat.S_ISVTX)
+    return is_shared and _TEMPORARY.fullmatch(folder.name) is not None
 
 
 def _is_installed(path: Path) -> bool:

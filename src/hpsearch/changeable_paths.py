@@ -17,7 +17,8 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
 
     Parts are the file, its folders up to the root, and links with their targets. They must belong to the user or root,
     and others must not have write permission, unless a folder is sticky as /tmp is and does not contain the file
-    itself. The user's private group does not count as others, unless the file has an access control list.
+    itself. The user's private group does not count as others, unless the file has an access control list. Links in
+    /proc lead to files that a process has open, such as a file that a server receives from another user.
 
     Args:
         path: the path, which exists.
@@ -46,6 +47,8 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
             links += 1
             if (status.st_uid not in {os.geteuid(), 0} and not is_closed) or links > _MAX_LINKS:
                 return part
+            if not as_folder and _is_in_proc(part, status):
+                return part
             target = part.readlink()
             is_closed = is_closed and not target.is_absolute()
             names = [*target.parts[1:], *names] if target.is_absolute() else [*target.parts, *names]
@@ -56,6 +59,13 @@ def find_changeable_part(path: Path, *, as_folder: bool = False) -> Path | None:
             return part
         current = part
     return None
+
+
+def _is_in_proc(path: Path, status: os.stat_result) -> bool:
+    try:
+        return path.is_relative_to("/proc") or status.st_dev == Path("/proc").stat().st_dev
+    except OSError:  # macOS
+        return False
 
 
 def _is_mount_point(path: Path) -> bool:

@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.errors import SearchError
-from hpsearch.search.worker.loop import MAX_EQUAL_FAILURES
+from hpsearch.search.worker.loop import MAX_EQUAL_FAILURES, MAX_OWN_FAILURES
 
 OBJECTIVE = """
 import itertools
@@ -56,8 +56,10 @@ def test_a_worker_gives_up_after_many_equal_failures(
         study.run_worker()
     assert "giving up: the last 20 trials failed with the same error: ObjectiveError: Reader.run: " in caplog.text
     assert count_states(study) == {TrialState.COMPLETE: 2, TrialState.FAIL: MAX_EQUAL_FAILURES}
-    study.run_worker()  # a new worker tries again, and the budget has only 18 more trials
-    assert count_states(study) == {TrialState.COMPLETE: 2, TrialState.FAIL: 38}
+    with pytest.raises(SearchError, match=r"the worker gave up \(exit code 3\)"):
+        study.run_worker()  # a new worker tries again, as if the share were gone only on its machine
+    assert "giving up: all 5 trials of this worker failed with the same error" in caplog.text
+    assert count_states(study) == {TrialState.COMPLETE: 2, TrialState.FAIL: MAX_EQUAL_FAILURES + MAX_OWN_FAILURES}
 
 
 def test_failures_with_different_errors_use_the_budget(database_url: str, tmp_path: Path) -> None:

@@ -89,6 +89,32 @@ def test_an_uploaded_artifact_is_not_imported(
 
 
 @pytest.mark.usefixtures("home")
+def test_an_open_file_of_a_process_is_not_imported(storage: PostgresStorage, code: Path) -> None:
+    """A server has a file open while it receives the file from another user."""
+    with code.open() as file:
+        named = f"/proc/{os.getpid()}/fd/{file.fileno()}:Wine"
+        make_study_of(storage, named, **{SOURCE_SHA256: compute_sha256(code)})
+        with pytest.raises(SearchError, match="because another user can change '/proc/"):
+            load_study(storage, "s").objective()
+    assert not code.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("folder", ["mlflow-tmp/tmp3x_8k2ab", "tmp/hpsearch-3x_8k2ab"])
+def test_a_file_in_a_temporary_folder_of_a_program_is_not_imported(
+    storage: PostgresStorage, code: Path, tmp_path: Path, folder: str
+) -> None:
+    """MLflow writes uploads there, and the dashboard downloads."""
+    uploaded = tmp_path / folder / "wine.py"
+    uploaded.parent.mkdir(parents=True)
+    code.rename(uploaded)
+    make_study_of(storage, uploaded, **{SOURCE_SHA256: compute_sha256(uploaded)})
+    with pytest.raises(SearchError, match="because the file is in a temporary folder, where it may be a download"):
+        load_study(storage, "s").objective()
+    assert not uploaded.with_name("imported").exists()
+
+
+@pytest.mark.usefixtures("home")
 def test_workers_of_a_command_do_not_join_a_study_that_has_replaced_its_study(
     storage: PostgresStorage, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
 ) -> None:
