@@ -257,18 +257,22 @@ _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE
 
 
 @contextmanager
-def wrap_training_errors(what: str) -> Iterator[None]:
+def wrap_training_errors(what: str, *, includes_torch: bool = True) -> Iterator[None]:
     """Convert errors that the objective's code raises in training, for example in a hook, to an ObjectiveError.
 
-    These include errors of PyTorch, because a model can consist of PyTorch's modules only. Errors of hpsearch and of
-    other libraries, of a full disk or a closed output, and out-of-memory errors are not converted.
+    Errors of hpsearch and of other libraries, of a full disk or a closed output, and out-of-memory errors are not
+    converted.
+
+    Args:
+        what: what the block does, for the message.
+        includes_torch: whether to convert errors of PyTorch; a model can consist of PyTorch's modules only.
     """
     try:
         yield
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        is_of_objective = _find_user_frame(error) is not None or _is_raised_by_torch(error)
+        is_of_objective = _find_user_frame(error) is not None or (includes_torch and _is_raised_by_torch(error))
         if _is_output_error(error) or is_out_of_memory(error) or not is_of_objective:
             raise
         raise ObjectiveError(f"{what}: {format_user_error(error)}") from error

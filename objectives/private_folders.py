@@ -154,7 +154,7 @@ def use_private_compiler_cache() -> None:
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.cpp_cache_precompile_headers = False  # type: ignore[attr-defined]
     default = str(Path(tempfile.gettempdir()) / "torchinductor_")
-    chosen = os.environ.get(_COMPILER_CACHE, default)
+    chosen = os.environ.get(_COMPILER_CACHE) or default
     if not chosen.startswith(default):
         try:
             Path(chosen).mkdir(parents=True, exist_ok=True)  # as torch does

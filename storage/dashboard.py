@@ -109,8 +109,8 @@ def _add_security_headers(app: Wsgi) -> Wsgi:
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def start(status: str, headers: list[tuple[str, str]], *error: Any) -> Any:
             route = environ.get("bottle.route")
-            is_artifact = route is None or route.rule.startswith(_ARTIFACTS)
-            policy = _ARTIFACT_POLICY if is_artifact else _PAGE_POLICY
+            is_artifact = route is not None and route.rule.startswith(_ARTIFACTS)
+            policy = _ARTIFACT_POLICY if route is None or is_artifact else _PAGE_POLICY
             added = [("Content-Security-Policy", policy), ("X-Content-Type-Options", "nosniff")]
             added += [("X-Frame-Options", "DENY"), ("Referrer-Policy", "same-origin")]
             if is_artifact:

@@ -145,7 +145,7 @@ def train(
     try:
         with _lock_run_dir(folder), _print_warnings():
             session = PrintingSession(absolute, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-            with wrap_training_errors(f"{type(found).__name__} in training"):
+            with wrap_training_errors(f"{type(found).__name__} in training", includes_torch=False):
                 result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         echo(f"hpsearch: {error}", err=True)

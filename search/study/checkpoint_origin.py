@@ -65,7 +65,7 @@ def find_unsafe_part(state: Mapping[str, Any], confirmation: str = f"set {_ALLOW
 
     Args:
         state: content of the checkpoint.
-        confirmation: end of the message: the option or command that permits the file.
+        confirmation: remedy for the message: the option or command that permits the file.
     """
     if os.environ.get(_ALLOW) == "1" or (name := find_extra_state(state)) is None:
         return None

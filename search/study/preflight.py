@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import optuna
 import torch
+from torch.nn.parameter import is_lazy
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.base_objective import BaseObjective
@@ -26,9 +27,11 @@ from hpsearch.objectives.private_folders import open_temporary_folder
 from hpsearch.objectives.training.checks.data_leaks import find_data_leaks
 from hpsearch.objectives.training.checks.smoke import SmokeResult, run_smoke_test
 from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.evaluation.step import LossStep
 from hpsearch.objectives.training.folds_trainer import check_folds
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, translate_torch_errors
 from hpsearch.objectives.training.loop.prepare import prepare_folds, prepare_splits
+from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.step_functions import bind_export
 from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
@@ -79,14 +82,50 @@ def check_objective_code(objective: BaseObjective, spec: StudySpec) -> None:
     # The smoke test warns of a lack of memory.
     wrapped = wrap_training_errors(f"{type(objective).__name__} in a training step")
     with contextlib.suppress(DeviceMemoryError), wrapped, translate_torch_errors(config, run.device):
+        before = _copy_loss_state(run)
         for _ in range(2):  # the second step may use tensors of the first one
             try_step(run)
+        _check_loss_state(run, before)
     check_readable(run.state_dict())
     if (export := bind_export(objective, config)) is not None:
         with wrap_user_errors(f"{type(objective).__name__}.export"), torch.inference_mode():
             run.model.eval()
             exported = export(run.model)
             exported.module(*(part for _, part in exported.inputs))
+
+
+def _copy_loss_state(run: Run) -> dict[str, torch.Tensor]:
+    """Return a copy of the state of the loss, such as class weights; empty if the objective has its own step."""
+    if not isinstance(run.step_function, LossStep):
+        return {}
+    state = run.step_function.loss.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_lazy(value)}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _check_loss_state(run: Run, before: Mapping[str, torch.Tensor]) -> None:
+    """Check that training steps have not changed the loss, whose state is not in checkpoints.
+
+    Raises:
+        ObjectiveError: the loss has changed, so that a trial would have other values after a pause or a resume.
+    """
+    after = _copy_loss_state(run)
+    for name in before.keys() & after.keys():
+        if _is_changed(before[name], after[name]):
+            raise ObjectiveError(
+                f"the loss changes its state {name!r} in training, which checkpoints do not contain; move the module "
+                "with this state into the model, set it to evaluation mode, or register the buffer with "
+                "persistent=False if the loss does not read it"
+            )
+
+
+def _is_changed(before: torch.Tensor, after: torch.Tensor) -> bool:
+    if before.shape != after.shape:  # a cache for batches of a size
+        return False
+    if before.dtype == after.dtype and not before.is_floating_point():
+        return not before.equal(after)
+    tolerance = 0.0 if before.dtype == after.dtype else 1e-5  # a loss may convert its weights to the type of outputs
+    return not torch.allclose(before.double(), after.double(), rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 def inspect_objective(objective: BaseObjective, spec: StudySpec) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 import site
 import stat
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +171,12 @@ _TEMPORARY = re.compile(r"(tmp|hpsearch-)[a-z0-9_]{8}")  # names that Python's `
 
 
 def _is_temporary_folder(folder: Path) -> bool:
-    """Return whether a program has made a folder for temporary files; MLflow and the dashboard keep artifacts there."""
-    is_shared = folder.parent.name in ("tmp", "mlflow-tmp") or bool(folder.parent.stat().st_mode & stat.S_ISVTX)
-    return is_shared and _TEMPORARY.fullmatch(folder.name) is not None
+    """Return whether a folder is as Python's `tempfile` makes it; MLflow and the dashboard keep artifacts there."""
+    if _TEMPORARY.fullmatch(folder.name) is None or stat.S_IMODE(folder.stat().st_mode) != 0o700:
+        return False
+    parent = folder.parent
+    is_known = parent.name in ("tmp", "mlflow-tmp") or parent == Path(tempfile.gettempdir()).resolve()
+    return is_known or bool(parent.stat().st_mode & stat.S_ISVTX)
 
 
 def _is_installed(path: Path) -> bool:

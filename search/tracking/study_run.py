@@ -325,15 +325,17 @@ def publish_result(services: Services, study: StoredStudy, tracking: Tracking) -
         The path of the report; None if it was not written, which is logged as a warning.
     """
     try:
-        check_server(tracking.uri)  # answers sooner than other requests fail
         is_spent, search = study.is_spent(summarise(study).finished), study
         if study.spec.finalists_of is not None:
             search = load_parent_study(study)
+        if is_spent:
+            check_server(tracking.uri)  # answers sooner than other requests fail
         if is_spent and search is not study:
             end_open_runs(study, tracking)
         if is_spent:
             close_study(search, summarise(search), tracking)
         report = update_report(services, search)
+        check_server(tracking.uri)
         log_report(search, report, tracking)
     except Exception as error:  # the trials are stored, and `hpsearch report` closes the study later
         log.warning("study %s: result not logged to MLflow (%s)", study.spec.name, describe_error(error))

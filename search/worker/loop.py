@@ -36,8 +36,8 @@ class Worker:
         self._idle_claims = 0  # consecutive claims without an available trial
         self._idle_since = math.inf
         self._failed_before = context.failed_at_start  # failed trials at the start of the worker or its fleet
-        self._own_trials = 0  # trials that this worker has ended
-        self._own_errors: set[str | None] = set()  # errors of these trials; None for a trial without an error
+        self._own_trials = 0  # trials that this worker has run
+        self._own_errors: set[str | None] = set()  # errors of these trials; None for one without, such as a paused one
 
     def run_trials(self) -> int:
         """Run trials until none is left, the worker is stopped, or all trials fail.
@@ -76,9 +76,9 @@ class Worker:
                         self._idle_claims, self._idle_since = 0, math.inf
                         end = Attempt(self._context, claim).run()
                         self._trials_left = None if self._trials_left is None else self._trials_left - 1
-                        if end is not None:
-                            self._own_trials += 1
-                            self._own_errors.add(end.reason if end.outcome.trial_state == "FAIL" else None)
+                        self._own_trials += 1
+                        is_error = end is not None and end.outcome.trial_state == "FAIL"
+                        self._own_errors.add(end.reason if end is not None and is_error else None)
                 if end is not None and end.outcome.trial_state == "FAIL" and self._should_give_up(end):
                     return EXIT_GAVE_UP
         return EXIT_DRAINED if self._has_trials_left() else EXIT_DONE
@@ -108,7 +108,7 @@ class Worker:
         return TrialEnd(Outcome.PRUNED, pruned.reason)
 
     def _should_give_up(self, last: TrialEnd) -> bool:
-        """Return whether all trials of the study or of this worker failed, or many trials failed alike."""
+        """Return whether too many trials failed: with no better trial, or with the same error."""
         failed = self._count_failed() - (self._failed_before or 0)
         if failed >= MAX_FAILURES and not self._has_better_trial():
             log.error("giving up: %d trials failed, and no trial came further; last error: %s", failed, last.reason)
@@ -117,7 +117,7 @@ class Worker:
             log.error("giving up: the last %d trials failed with the same error: %s", MAX_EQUAL_FAILURES, last.reason)
             return True
         if self._own_trials >= MAX_OWN_FAILURES and self._own_errors == {last.reason}:
-            log.error("giving up: all %d trials of this worker failed with the same error", self._own_trials)
+            log.error("giving up: all trials of this worker failed with the same error: %s", last.reason)
             return True
         return False
 

@@ -143,7 +143,7 @@ class ConsumerThread(threading.Thread):
         return first_failure
 
     def _find_outage(self) -> Failure | None:
-        """Return why the service does not answer; only before the first records and after a failed round."""
+        """Check the service before the first records and after a failed round; return the failure, or None."""
         if self._failures or not self._has_answered:
             try:
                 self.consumer.check_service()

@@ -22,7 +22,8 @@ _REMOTE = ("s3", "r2", "b2", "gs", "wasbs", "abfs", "abfss", "hdfs", "viewfs")
 _AZURE = r"core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)"
 _STORE_HOSTS = {
     "wasbs": rf"[\w$-]+@[\w-]+\.blob\.{_AZURE}",
-    "abfs": rf"[\w$-]+@([\w-]+(\.privatelink)?\.dfs\.{_AZURE}|onelake\.dfs\.fabric\.microsoft\.com)",
+    "abfs": rf"[\w$%-]+@([\w-]+(\.privatelink)?\.dfs\.{_AZURE}|[\w-]+\.z\d+\.dfs\.storage\.azure\.net"
+    r"|([\w-]+-)?onelake\.dfs\.fabric\.microsoft\.com)(:443)?",
     "r2": r"[\w.-]+@\w+(\.(eu|fedramp))?\.r2\.cloudflarestorage\.com",
     "b2": r"[\w.-]+@s3\.[\w-]+\.backblazeb2\.com",
 }
@@ -85,7 +86,7 @@ def _check_store(parts: SplitResult, location: str, uri: str) -> None:
     if parts.scheme in _STORE_HOSTS and not is_in_known_store(location):
         raise LocationRejectedError(
             f"artifact location {location} of {uri} is at an unknown host, which would receive the credentials of "
-            "this process; check the tracking server"
+            "this process; check the tracking server, or move the artifacts to a host of this kind of store"
         )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+import torch
+from torch import nn
 
 from hpsearch import ObjectiveError, TrainConfig
 from hpsearch.objectives.search_space import FixedTrial
@@ -131,3 +133,44 @@ def test_a_user_attribute_that_the_database_cannot_store_is_an_error() -> None:
 def test_the_name_of_a_user_attribute_that_the_database_cannot_store_is_an_error(name: Any, reason: str) -> None:
     with pytest.raises(ObjectiveError, match=reason):
         FixedTrial({}).set_user_attr(name, 1)
+
+
+class CountsSteps(nn.CrossEntropyLoss):
+    """A loss whose buffers change, are converted, or are a cache for the last batch."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.register_buffer("steps", torch.ones(1))
+        self.register_buffer("rows", torch.zeros(0), persistent=name == "cache")
+        self.name = name
+
+    def forward(self, output, target):
+        if self.name == "in place":
+            self.steps += 1
+        elif self.name == "replaced":
+            self.steps = self.steps + 1
+        elif self.name == "converted":
+            self.steps = self.steps.double() / 3 * 3
+        else:
+            self.rows = torch.arange(len(target))
+        return super().forward(output, target)
+
+
+@pytest.mark.parametrize("name", ["in place", "replaced"])
+def test_a_loss_with_state_that_checkpoints_lack_is_rejected(objective_with, name):
+    objective = objective_with(loss=lambda *_: CountsSteps(name))
+    with pytest.raises(ObjectiveError, match=r"^the loss changes its state 'steps' in training, which checkpointso"):
+        check_objective_code(objective, spec_of(name="none"))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        CountsSteps("converted"),
+        CountsSteps("cache"),
+        nn.CrossEntropyLoss(weight=torch.ones(3)),
+        torch.jit.script(nn.CrossEntropyLoss(weight=torch.ones(3))),
+    ],
+)
+def test_a_loss_with_constant_state_is_accepted(objective_with, loss):
+    check_objective_code(objective_with(loss=lambda *_: loss), spec_of(name="none"))

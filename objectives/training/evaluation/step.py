@@ -87,40 +87,13 @@ class LossStep:
     def __init__(self, loss: nn.Module, call: ForwardCall = call_single) -> None:
         self.loss, self.call = loss, call
         self._has_weights = hasattr(loss, "weigh")
-        saved = loss.state_dict()  # without the buffers that are only a cache
-        kept = {name: buffer for name, buffer in loss.named_buffers() if name in saved}
-        self._buffers = {name: (buffer, _read_version(buffer), buffer.clone()) for name, buffer in kept.items()}
 
     def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None] | None = None) -> Step:
         """Return the `Step` of a batch."""
         with autocast or nullcontext():
             output = self.call(model, batch.x)
         loss = compute_mean_loss(self.loss, output, batch.y, batch.size)
-        self._check_buffers()
         return Step(loss, output, batch.y, {}, compute_loss_weight(self.loss, batch.y) if self._has_weights else None)
-
-    def _check_buffers(self) -> None:
-        """Check that the loss keeps its buffers: checkpoints do not contain them, so a resumed trial would differ.
-
-        Raises:
-            ObjectiveError: the loss has changed a buffer.
-        """
-        for name, (kept, version, first) in self._buffers.items():
-            buffer = self.loss.get_buffer(name)
-            if (buffer is not kept or _read_version(buffer) != version) and not _is_equal(buffer, first):
-                raise ObjectiveError(
-                    f"the loss {type(self.loss).__name__} changes its buffer {name!r}, which checkpoints do not "
-                    "contain; make the module with this buffer a part of the model, or call its eval() method"
-                )
-
-
-def _read_version(tensor: Tensor) -> int | None:
-    """Return the number of in-place changes; None for a tensor of the inference mode, which does not count them."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _is_equal(value: Tensor, other: Tensor) -> bool:
-    return value.shape != other.shape or value.equal(other)  # a buffer of another shape is a cache
 
 
 def detach_outputs(tree: Any) -> Any:

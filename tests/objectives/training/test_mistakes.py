@@ -100,36 +100,6 @@ def test_a_batch_that_is_too_small_for_batch_norm_is_an_error_with_a_remedy(obje
         fit(objective, TrainConfig(batch_size=1))
 
 
-class CountsSteps(nn.CrossEntropyLoss):
-    """A loss whose buffers change, or are a cache for the last batch."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(1))
-        self.register_buffer("rows", torch.zeros(0), persistent=name == "cache")
-        self.name = name
-
-    def forward(self, output, target):
-        if self.name == "in place":
-            self.steps += 1
-        elif self.name == "replaced":
-            self.steps = self.steps + 1
-        else:
-            self.steps *= 1
-            self.rows = torch.arange(len(target))
-        return super().forward(output, target)
-
-
-@pytest.mark.parametrize("name", ["in place", "replaced"])
-def test_a_loss_with_state_that_checkpoints_lack_is_rejected(objective_with, name):
-    with pytest.raises(ObjectiveError, match="the loss CountsSteps changes its buffer 'steps', which checkpoints"):
-        fit(objective_with(loss=lambda *_: CountsSteps(name)))
-
-
-def test_a_loss_may_have_buffers_as_a_cache(objective_with):
-    assert fit(objective_with(loss=lambda *_: CountsSteps("cache")), epochs=1).history
-
-
 def test_an_error_of_a_model_of_pytorchs_modules_is_an_error_of_the_objective():
     with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
         nn.BatchNorm1d(2)(torch.zeros(1, 2))

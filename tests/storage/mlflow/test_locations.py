@@ -149,7 +149,7 @@ def test_credentials_of_stores_are_sent_to_known_hosts_only(location: str, monke
         "gs://bucket/a",
         "abfss://c@account.dfs.core.windows.net/a",
         "abfss://c@account.privatelink.dfs.core.windows.net/a",
-        "abfss://c@onelake.dfs.fabric.microsoft.com/a",
+        "abfss://My%20space@westus-onelake.dfs.fabric.microsoft.com/a",
         "wasbs://c@account.blob.core.windows.net/a",
     ],
 )

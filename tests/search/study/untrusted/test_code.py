@@ -107,6 +107,7 @@ def test_a_file_in_a_temporary_folder_of_a_program_is_not_imported(
     """MLflow writes uploads there, and the dashboard downloads."""
     uploaded = tmp_path / folder / "wine.py"
     uploaded.parent.mkdir(parents=True)
+    uploaded.parent.chmod(0o700)
     code.rename(uploaded)
     make_study_of(storage, uploaded, **{SOURCE_SHA256: compute_sha256(uploaded)})
     with pytest.raises(SearchError, match="because the file is in a temporary folder, where it may be a download"):
