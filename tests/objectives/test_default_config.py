@@ -159,7 +159,7 @@ class CountsSteps(nn.CrossEntropyLoss):
 @pytest.mark.parametrize("name", ["in place", "replaced"])
 def test_a_loss_with_state_that_checkpoints_lack_is_rejected(objective_with, name):
     objective = objective_with(loss=lambda *_: CountsSteps(name))
-    with pytest.raises(ObjectiveError, match=r"^the loss changes its state 'steps' in training, which checkpointso"):
+    with pytest.raises(ObjectiveError, match=r"^the loss changes its state 'steps' in training, which checkpoints"):
         check_objective_code(objective, spec_of(name="none"))
 
 
